@@ -1,0 +1,61 @@
+"""Checkpoints for JAX on Ray Train that survive dead workers and dead nodes from memory.
+
+``import ray_jax_ckpt as rjc`` is cheap: a public name loads its module when it is first used. A driver that only configures a run
+must not import jax, since jax on a TPU host would lock the chips away from the workers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray_jax_ckpt import errors
+    from ray_jax_ckpt.arrays.snapshotter import Snapshotter
+    from ray_jax_ckpt.config import SnapshotConfig
+    from ray_jax_ckpt.manager import CheckpointManager
+    from ray_jax_ckpt.trainer import JaxConfig
+    from ray_jax_ckpt.worker import Restored, latest, restore, snapshot, wait
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointManager",
+    "JaxConfig",
+    "Restored",
+    "SnapshotConfig",
+    "Snapshotter",
+    "__version__",
+    "errors",
+    "latest",
+    "restore",
+    "snapshot",
+    "wait",
+]
+
+_HOME = {
+    "CheckpointManager": "ray_jax_ckpt.manager",
+    "JaxConfig": "ray_jax_ckpt.trainer",
+    "Restored": "ray_jax_ckpt.worker",
+    "SnapshotConfig": "ray_jax_ckpt.config",
+    "Snapshotter": "ray_jax_ckpt.arrays.snapshotter",
+    "latest": "ray_jax_ckpt.worker",
+    "restore": "ray_jax_ckpt.worker",
+    "snapshot": "ray_jax_ckpt.worker",
+    "wait": "ray_jax_ckpt.worker",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load the module of a public name when the name is first used."""
+    if name == "errors":
+        return importlib.import_module("ray_jax_ckpt.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

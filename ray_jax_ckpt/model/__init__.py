@@ -1,0 +1,1 @@
+"""Plain data and decisions: no jax, ray, orbax or pyarrow."""

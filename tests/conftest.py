@@ -1,0 +1,18 @@
+"""Environment of the whole test session. It must be set before anything imports jax or starts Ray."""
+
+from __future__ import annotations
+
+import os
+
+_DEVICES = "--xla_force_host_platform_device_count"
+
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=4".strip()
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+
+# Ray's own reports, banners and folding of equal lines would hide what a failed test printed.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
