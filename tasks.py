@@ -106,7 +106,7 @@ def prepare() -> None:
 
 
 def _stamp() -> str:
-    """What an environment was made from. A moved checkout counts as another one: the scripts in it name its old place."""
+    """What an environment was made from. A moved checkout is another one: the scripts in it name their old place."""
     return f"{hashlib.sha256(LOCK.read_bytes()).hexdigest()} {VENV}\n"
 
 
@@ -167,7 +167,7 @@ def _quietly(*command: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment with ``.venv`` first, less what would lead Python or pip to install or import elsewhere."""
+    """The caller's environment with ``.venv`` first, less what would make Python or pip look elsewhere."""
     dropped = {"PYTHONHOME", "PYTHONPATH", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_HASHES"}
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     path = os.pathsep.join([str(VENV / "bin"), *os.get_exec_path()])
