@@ -1,0 +1,38 @@
+"""What a user may set."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class SnapshotConfig(BaseModel):
+    """How often, how widely and at what cost training state is kept in memory.
+
+    Attributes:
+        every_n_steps: `snapshot(step, ...)` is due when `step` is a multiple of this. Other calls return None at once.
+        copies: Copies of every shard, each in another failure domain. 1 survives the death of worker processes, 2 also
+            that of a node (or of one whole failure domain).
+        max_bytes: Upper limit, per node, of the memory that stores and staging may take. None: what the node has.
+        on_busy: What a due snapshot does while the previous one still occupies the pipeline: "wait" blocks the training
+            thread (at most `timeout_s`), "skip" returns None. After a skipped one every rank waits until a generation is
+            complete again, so that ranks skipping in turns cannot starve the run of snapshots.
+        timeout_s: Bound, in seconds, of every wait of the train-function calls that take no `timeout_s` of their own.
+        verify: Digest every shard at capture, and check it on receipt and before a restore.
+        orphan_timeout_s: A store ends itself so many seconds after the last sign of life of its run's controller. It bounds how
+            long memory stays occupied after a SIGKILLed driver, and how long a new driver with the same run can take over.
+        failure_domain: What fails together. "auto": TPU slices where Ray labels them, when there are at least `copies`,
+            else nodes. "node": nodes. Anything else: the key of a Ray node label.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every_n_steps: int = Field(default=10, ge=1)
+    copies: int = Field(default=2, ge=1)
+    max_bytes: int | None = Field(default=None, gt=0)
+    on_busy: Literal["wait", "skip"] = "wait"
+    timeout_s: float = Field(default=120.0, gt=0)
+    verify: bool = True
+    orphan_timeout_s: float = Field(default=600.0, gt=0)
+    failure_domain: str = Field(default="auto", min_length=1)

@@ -1,0 +1,217 @@
+"""The group's books: which living store holds which part of which generation, and what follows from that.
+
+Values are immutable and every transition is a pure function from books to books, so that the running coordinator and an
+exhaustive exploration use the same rules. What can be *restored* follows from the stores' own inventories alone: a
+coordinator that lost its memory rebuilds these books by asking them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from ray_jax_ckpt.model.placement import host_part_id
+from ray_jax_ckpt.model.shards import Generation
+
+NOWHERE: frozenset[str] = frozenset()
+
+
+class Status(StrEnum):
+    """What a generation is good for.
+
+    PENDING: some part has no verified copy yet. COMPLETE: every part has one. PROTECTED: every part has
+    min(copies, living failure domains) in distinct domains. ABANDONED: it can never become complete or was rejected.
+    """
+
+    PENDING = "pending"
+    COMPLETE = "complete"
+    PROTECTED = "protected"
+    ABANDONED = "abandoned"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of one generation.
+
+    Attributes:
+        world_size: Ranks that have to contribute.
+        holders: Stores that hold a verified copy, per part. A part without any is known and missing.
+        structure: Digest of the global tree and its placement, the same on all ranks; "" until the first rank told.
+        abandoned: Why it can never be restored, or "".
+    """
+
+    world_size: int
+    holders: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    structure: str = ""
+    abandoned: str = ""
+
+    def expected(self) -> set[str]:
+        """Parts it needs: those announced, and every rank's host part (which announces the rest)."""
+        return {host_part_id(rank) for rank in range(self.world_size)} | self.holders.keys()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A store's report: it holds verified copies of these parts.
+
+    Attributes:
+        store: Who.
+        generation: Of what.
+        world_size: Ranks of the group that took it.
+        parts: Parts it holds, all verified.
+        announced: Parts that the generation needs, as far as this store's indices say.
+        structure: Digest that must be equal on all ranks.
+    """
+
+    store: str
+    generation: Generation
+    world_size: int
+    parts: frozenset[str]
+    announced: frozenset[str]
+    structure: str
+
+
+@dataclass(frozen=True)
+class Books:
+    """All generations that some living store holds something of.
+
+    Attributes:
+        copies: Copies wanted.
+        attempt: The current attempt. Reports of generations of a later one are refused, of earlier ones accepted as inventory.
+        domains: Failure domain of every living store.
+        entries: By generation.
+    """
+
+    copies: int
+    attempt: int = 0
+    domains: Mapping[str, str] = field(default_factory=dict)
+    entries: Mapping[Generation, Entry] = field(default_factory=dict)
+
+    # What follows from them.
+
+    def covered(self, generation: Generation) -> list[frozenset[str]]:
+        """The living failure domains that hold a copy, part by part."""
+        entry = self.entries[generation]
+        return [
+            frozenset(self.domains[store] for store in entry.holders.get(part, NOWHERE) if store in self.domains)
+            for part in entry.expected()
+        ]
+
+    def status(self, generation: Generation) -> Status:
+        """See `Status`."""
+        if self.entries[generation].abandoned:
+            return Status.ABANDONED
+        fewest = min(map(len, self.covered(generation)))
+        wanted = min(self.copies, len(set(self.domains.values())))
+        return Status.PENDING if fewest == 0 else Status.PROTECTED if fewest >= wanted else Status.COMPLETE
+
+    def missing(self, generation: Generation) -> list[str]:
+        """Parts of which no living store holds a copy."""
+        entry = self.entries[generation]
+        return sorted(part for part in entry.expected() if not entry.holders.get(part, NOWHERE) & self.domains.keys())
+
+    def complete(self) -> list[Generation]:
+        """Generations that can be restored, newest first."""
+        usable = (Status.COMPLETE, Status.PROTECTED)
+        return sorted((g for g in self.entries if self.status(g) in usable), reverse=True)
+
+    def replaces(self, newer: Generation, older: Generation) -> bool:
+        """Whether `newer` is complete and survives every loss of living domains that `older` survives.
+
+        Losing a set of domains is fatal for a generation when it contains all domains of one of its parts. So `newer` may
+        replace `older` if each of its parts' domains contain those of some part of `older`.
+        """
+        if newer <= older or self.status(newer) not in (Status.COMPLETE, Status.PROTECTED):
+            return False
+        before = set(self.covered(older))
+        return all(any(weak <= strong for weak in before) for strong in set(self.covered(newer)))
+
+    def releasable(self) -> frozenset[Generation]:
+        """Generations whose buffers are free: abandoned, or replaced by a newer one."""
+        newest_first = sorted(self.entries, reverse=True)
+        return frozenset(
+            older
+            for older in newest_first
+            if self.entries[older].abandoned or any(self.replaces(newer, older) for newer in newest_first)
+        )
+
+    def undercovered(self, generation: Generation) -> dict[str, frozenset[str]]:
+        """Parts with fewer copies than the living domains allow, and the living stores that hold them."""
+        wanted = min(self.copies, len(set(self.domains.values())))
+        entry = self.entries[generation]
+        living = {part: entry.holders.get(part, NOWHERE) & self.domains.keys() for part in entry.expected()}
+        return {
+            part: frozenset(stores)
+            for part, stores in living.items()
+            if stores and len({self.domains[store] for store in stores}) < wanted
+        }
+
+
+# Transitions.
+
+
+def store_joined(books: Books, store: str, domain: str) -> Books:
+    """A store is up (again); what it holds follows in its reports."""
+    return replace(store_lost(books, store), domains={**books.domains, store: domain})
+
+
+def store_lost(books: Books, store: str) -> Books:
+    """A store is gone, and all it held with it. What no store holds anything of is forgotten."""
+    entries = {}
+    for generation, entry in books.entries.items():
+        holders = {part: stores - {store} for part, stores in entry.holders.items()}
+        if any(holders.values()):
+            entries[generation] = replace(entry, holders=holders)
+    domains = {name: domain for name, domain in books.domains.items() if name != store}
+    return replace(books, domains=domains, entries=entries)
+
+
+def held(books: Books, report: Held) -> Books:
+    """A store holds parts. Ranks that report different structures make the generation unusable, and it says so."""
+    generation = report.generation
+    if generation.attempt > books.attempt or report.store not in books.domains:
+        return books
+    entry = books.entries.get(generation) or Entry(report.world_size)
+    if entry.structure and report.structure and entry.structure != report.structure:
+        return abandoned(books, generation, "ranks snapshotted different trees, shapes or shardings")
+    holders = {part: entry.holders.get(part, NOWHERE) for part in entry.holders.keys() | report.announced}
+    for part in report.parts:
+        holders[part] = holders.get(part, NOWHERE) | {report.store}
+    entry = replace(entry, holders=holders, structure=entry.structure or report.structure)
+    return replace(books, entries={**books.entries, generation: entry})
+
+
+def dropped(books: Books, store: str, generation: Generation, parts: Iterable[str]) -> Books:
+    """A store found that its copies of these parts are bad, or released them."""
+    entry = books.entries.get(generation)
+    if entry is None:
+        return books
+    gone = frozenset(parts)
+    holders = {part: stores - {store} if part in gone else stores for part, stores in entry.holders.items()}
+    return replace(books, entries={**books.entries, generation: replace(entry, holders=holders)})
+
+
+def abandoned(books: Books, generation: Generation, reason: str, world_size: int = 1) -> Books:
+    """The generation can never become complete. It stays listed until the stores have let go of it."""
+    entry = books.entries.get(generation) or Entry(world_size)
+    return replace(books, entries={**books.entries, generation: replace(entry, abandoned=entry.abandoned or reason)})
+
+
+def released(books: Books, generations: Iterable[Generation]) -> Books:
+    """The stores were told to free these."""
+    gone = set(generations)
+    return replace(books, entries={g: entry for g, entry in books.entries.items() if g not in gone})
+
+
+def attempt_started(books: Books, attempt: int) -> tuple[Books, Generation | None]:
+    """A new worker group restores the newest complete generation; the incomplete ones newer than that are over.
+
+    Older ones stay until a better covered newer one replaces them: what was chosen may have a single copy left.
+    """
+    choice = next(iter(books.complete()), None)
+    books = replace(books, attempt=max(books.attempt, attempt))
+    for generation in books.entries:
+        if generation.attempt < attempt and (choice is None or generation > choice):
+            books = abandoned(books, generation, "its attempt ended before it was complete")
+    return books, choice
