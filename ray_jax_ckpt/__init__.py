@@ -1,7 +1,7 @@
 """Checkpoints for JAX on Ray Train that survive dead workers and dead nodes from memory.
 
-``import ray_jax_ckpt as rjc`` is cheap: a public name loads its module when it is first used. A driver that only configures
-a run must not import jax, since jax on a TPU host would lock the chips away from the workers.
+``import ray_jax_ckpt as rjc`` is cheap: a public name loads its module when it is first used. A driver that only
+configures a run must not import jax, since jax on a TPU host would lock the chips away from the workers.
 """
 
 from __future__ import annotations
