@@ -1,0 +1,1 @@
+"""Pytrees and device arrays: describing them, pinning them in host memory, in-process snapshots. JAX, no Ray."""

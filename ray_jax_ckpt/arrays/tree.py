@@ -1,0 +1,376 @@
+"""Any pytree as a list of described leaves, and back.
+
+Nothing here moves array bytes or starts a computation that needs other processes: every function may be called by one process
+alone, from any thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
+
+from ray_jax_ckpt.arrays.values import (
+    VALUE_TYPES,
+    decode_value,
+    dtype_name,
+    encode_value,
+    is_plain_dtype,
+    value_type_name,
+)
+from ray_jax_ckpt.errors import TreeMismatchError, UnsupportedLeafError
+
+__all__ = [
+    "Flat",
+    "LeafSpec",
+    "decode_value",
+    "describe",
+    "encode_value",
+    "flatten",
+    "is_key",
+    "key_data",
+    "mismatch",
+    "rebuild",
+    "with_weak_type",
+    "wrap_key",
+]
+
+LeafKind = Literal["array", "key", "numpy", "value"]
+
+_MAX_MISMATCH_LINES = 10
+_MAX_SHOWN_VALUE = 60
+# A saved index is not trusted: a list is only padded up to this many places beyond the leaves that it holds.
+_MAX_LIST_GAPS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A flattened pytree.
+
+    Attributes:
+        paths: `jax.tree_util.keystr` of each leaf, in flattening order. "" for a state that is a single leaf.
+        keys: The key path tuple of each leaf, as JAX gives it.
+        leaves: The leaves themselves, not copied.
+        treedef: What `jax.tree_util.tree_unflatten` needs to put the leaves back.
+    """
+
+    paths: tuple[str, ...]
+    keys: tuple[tuple[Any, ...], ...]
+    leaves: list[Any]
+    treedef: jax.tree_util.PyTreeDef
+
+
+def flatten(state: Any) -> Flat:
+    """Flattens any pytree; None and empty nodes are part of the structure, not leaves."""
+    with_paths, treedef = tree_flatten_with_path(state)
+    keys = tuple(tuple(key_path) for key_path, _ in with_paths)
+    return Flat(tuple(keystr(key) for key in keys), keys, [leaf for _, leaf in with_paths], treedef)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """What a leaf is, without its content.
+
+    Attributes:
+        path: `keystr` of the leaf.
+        kind: "array" (jax.Array), "key" (typed PRNG key array), "numpy" (np.ndarray) or "value" (scalar, string, bytes).
+        shape: Global shape; of a key the shape of the key array, without the dimensions of its data; of a value ().
+        dtype: Name of the element type that `np.dtype` understands; of a key that of its data; of a value its type's name.
+        weak_type: Whether a jax.Array is weakly typed.
+        key_impl: Name of the PRNG implementation of a key, else None.
+        key_path: The key path as JSON: `["d", name]` and `["di", 3]` dictionary keys, `["s", 0]` sequence,
+            `["a", name]` attribute, `["f", 1]` flattened index, `["r", text]` anything else.
+    """
+
+    path: str
+    kind: LeafKind
+    shape: tuple[int, ...]
+    dtype: str
+    weak_type: bool
+    key_impl: str | None
+    key_path: list[list[Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a plain dictionary that JSON can hold."""
+        return dataclasses.asdict(self) | {"shape": list(self.shape)}
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> LeafSpec:
+        """Reads what `to_json` wrote; unknown fields of newer versions are ignored.
+
+        Raises:
+            ValueError: a field is missing, or is not of its type.
+        """
+        try:
+            fields = {field.name: json[field.name] for field in dataclasses.fields(cls)}
+            spec = cls(
+                **fields | {"shape": tuple(json["shape"]), "key_path": [[str(k), v] for k, v in json["key_path"]]}
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not the description of a leaf ({error!r}): {json!r:.200}") from error
+        if spec.kind not in ("array", "key", "numpy", "value") or not all(
+            type(n) is int and n >= 0 for n in spec.shape
+        ):
+            raise ValueError(f"not the description of a leaf: {json!r:.200}")
+        return spec
+
+    def __str__(self) -> str:
+        if self.kind == "value":
+            return f"a value of type {self.dtype}"
+        shape = ",".join(map(str, self.shape))
+        if self.kind == "key":
+            return f"a {self.key_impl} PRNG key array [{shape}]"
+        return f"{self.dtype}[{shape}]"
+
+
+def describe(path: str, key_path: Sequence[Any], leaf: Any) -> LeafSpec:
+    """Describes a leaf that is to be saved.
+
+    Args:
+        path: `keystr` of the leaf; what errors name.
+        key_path: Its key path tuple (`Flat.keys`).
+        leaf: A concrete leaf.
+
+    Raises:
+        UnsupportedLeafError: it cannot be saved; the message names the path and the remedy.
+    """
+    if isinstance(leaf, jax.core.Tracer):
+        raise _unsupported(path, leaf, "it is a tracer: snapshot outside of jit, grad and vmap")
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise _unsupported(path, leaf, "it has no content: pass the concrete state, not the abstract one")
+    return _describe(path, key_path, leaf)
+
+
+def _describe(path: str, key_path: Sequence[Any], leaf: Any) -> LeafSpec:
+    typed = [_typed_key(key) for key in key_path]
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        if is_key(leaf):
+            impl, dtype = _key_impl(path, leaf)
+            return LeafSpec(path, "key", tuple(leaf.shape), dtype, False, impl, typed)
+        weak = bool(getattr(leaf, "weak_type", False))
+        return LeafSpec(path, "array", tuple(leaf.shape), dtype_name(np.dtype(leaf.dtype)), weak, None, typed)
+    if isinstance(leaf, np.ndarray):
+        _check_numpy(path, leaf)
+        return LeafSpec(path, "numpy", leaf.shape, dtype_name(leaf.dtype), False, None, typed)
+    if type(leaf) in VALUE_TYPES or (isinstance(leaf, np.generic) and is_plain_dtype(leaf.dtype)):
+        return LeafSpec(path, "value", (), value_type_name(leaf), False, None, typed)
+    raise _unsupported(path, leaf, _remedy(leaf))
+
+
+def _check_numpy(path: str, leaf: np.ndarray) -> None:
+    if type(leaf) not in (np.ndarray, np.memmap):
+        raise _unsupported(path, leaf, "a subclass of np.ndarray would lose what it adds: convert it with np.asarray")
+    if not is_plain_dtype(leaf.dtype):
+        remedy = "objects have no bytes of their own: convert it to a numeric array, or keep it out of the state"
+        if not leaf.dtype.hasobject:
+            remedy = "structured arrays are not supported: save each field as a leaf of its own"
+        raise _unsupported(path, leaf, f"its dtype is {leaf.dtype}; {remedy}")
+
+
+def _remedy(leaf: Any) -> str:
+    if isinstance(leaf, set | frozenset):
+        return "sets have no order: save sorted(...) instead"
+    if hasattr(leaf, "get_state") or hasattr(leaf, "__next__"):
+        return "iterators do not belong in the state: pass it as data= (needs get_state and set_state), or save its position"
+    if callable(leaf):
+        return (
+            "functions cannot be saved: keep it out of the state (flax: split off the static part; equinox: eqx.filter)"
+        )
+    if isinstance(leaf, VALUE_TYPES):
+        return "a subclass of a plain type would lose its class: convert it to the plain type"
+    return "register its class as a pytree node, or convert it to arrays, numbers or strings"
+
+
+def _unsupported(path: str, leaf: Any, why: str) -> UnsupportedLeafError:
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    return UnsupportedLeafError(f"leaf {path or '(the whole state)'} of type {kind} cannot be snapshotted: {why}.")
+
+
+def _typed_key(key: Any) -> list[Any]:
+    match key:
+        case DictKey(key=str() as name) if type(name) is str:
+            return ["d", name]
+        case DictKey(key=int() as number) if type(number) is int:
+            return ["di", number]
+        case SequenceKey(idx=int() as index):
+            return ["s", index]
+        case GetAttrKey(name=str() as name):
+            return ["a", name]
+        case FlattenedIndexKey(key=int() as index):
+            return ["f", index]
+        case _:
+            return ["r", str(key)]
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed PRNG key array, concrete or abstract. Raw uint32 key data is not."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_data(x: jax.Array) -> jax.Array:
+    """Returns the data of a typed PRNG key array, on the same devices and in the same kind of memory; shares its buffers."""
+    return jax.random.key_data(x)
+
+
+def wrap_key(data: jax.Array, impl: str) -> jax.Array:
+    """Returns the typed PRNG key array with this data; the inverse of `key_data`. Shares its buffers."""
+    return jax.random.wrap_key_data(data, impl=impl)
+
+
+def _key_impl(path: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, str]:
+    # JAX has no public way from a key dtype (all that an abstract leaf has) to its implementation.
+    impl = leaf.dtype._impl  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(leaf, jax.Array) and not isinstance(jax.random.key_impl(leaf), str):
+        raise _unsupported(
+            path, leaf, "its PRNG implementation is not registered under a name, so it could not be put back"
+        )
+    return impl.name, "uint32"
+
+
+def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
+    """Returns the same array, weakly typed or not.
+
+    The only place where weak types are set. Value, sharding, memory kind and committedness are those of `x`, no bytes are
+    copied and no computation runs, so one process may call it alone. The result shares `x`'s buffers: use only one of
+    the two afterwards. PRNG keys have no weak type and are returned as they are.
+    """
+    if is_key(x) or bool(x.weak_type) == weak:
+        return x
+    array_type: Callable[..., jax.Array] = type(x)
+    shards = [shard.data for shard in x.addressable_shards]
+    return array_type(x.aval.update(weak_type=weak), x.sharding, shards, committed=x.committed, _skip_checks=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Node:
+    """An inner node of a tree that is put together from key paths."""
+
+    def __init__(self) -> None:
+        self.children: dict[Hashable, Any] = {}
+        self.tags: set[str] = set()
+
+
+def rebuild(specs: Sequence[LeafSpec], leaves: Sequence[Any]) -> tuple[Any, list[str]]:
+    """Puts a tree together without a template.
+
+    Dictionaries keep their str and int keys, sequences and flattened custom nodes become lists, nodes with attributes
+    dictionaries by attribute name. A state that is one leaf gives that leaf, a state without leaves an empty dictionary.
+
+    Returns:
+        The tree, and for each way in which its types may differ from what was saved, one line that says where.
+
+    Raises:
+        TreeMismatchError: two leaves claim the same place.
+    """
+    root = _Node()
+    for spec, leaf in zip(specs, leaves, strict=True):
+        if not spec.key_path:
+            if len(specs) > 1:
+                raise _same_place(spec.path)
+            return leaf, []
+        _insert(root, spec, leaf)
+    lost: dict[str, list[str]] = {}
+    tree = _collapse(root, "", lost)
+    return tree, [_lost_line(what, where) for what, where in lost.items()]
+
+
+def _insert(node: _Node, spec: LeafSpec, leaf: Any) -> None:
+    *inner, last = [(str(tag), key) for tag, key in spec.key_path]
+    for tag, key in inner:
+        node.tags.add(tag)
+        child = node.children.setdefault(key, _Node())
+        if not isinstance(child, _Node):
+            raise _same_place(spec.path)
+        node = child
+    node.tags.add(last[0])
+    if last[1] in node.children:
+        raise _same_place(spec.path)
+    node.children[last[1]] = leaf
+
+
+def _same_place(path: str) -> TreeMismatchError:
+    return TreeMismatchError(f"the saved tree is damaged: leaf {path!r} takes the place of another one.")
+
+
+def _collapse(node: _Node, path: str, lost: dict[str, list[str]]) -> Any:
+    children = {
+        key: _collapse(c, f"{path}[{key!r}]", lost) if isinstance(c, _Node) else c for key, c in node.children.items()
+    }
+    if node.tags <= {"s", "f"} and node.tags:
+        what = "custom nodes without key paths" if "f" in node.tags else "sequences (list, tuple)"
+        lost.setdefault(f"{what} came back as lists", []).append(path)
+        return _as_list(children, path, lost)
+    if not node.tags <= {"d", "di"}:
+        what = "nodes with attributes" if node.tags == {"a"} else "custom nodes"
+        lost.setdefault(f"{what} came back as dictionaries", []).append(path)
+    return children
+
+
+def _as_list(children: dict[Any, Any], path: str, lost: dict[str, list[str]]) -> Any:
+    length = 1 + max(children)
+    if length == len(children):
+        return [children[i] for i in range(length)]
+    if min(children) < 0 or length > len(children) + _MAX_LIST_GAPS:
+        lost.setdefault("lists with missing places came back as dictionaries by index", []).append(path)
+        return dict(sorted(children.items()))
+    lost.setdefault("list places without leaves (None, empty nodes) came back as None", []).append(path)
+    return [children.get(i) for i in range(length)]
+
+
+def _lost_line(what: str, where: list[str]) -> str:
+    more = f" and {len(where) - 3} more" if len(where) > 3 else ""
+    return f"{what}: {', '.join(path or '(root)' for path in where[:3])}{more}"
+
+
+def mismatch(saved_specs: Sequence[LeafSpec], wanted: Flat, *, partial: bool, cast: bool) -> str | None:
+    """Says how a template and what was saved differ, or returns None if they fit each other.
+
+    Args:
+        saved_specs: What was saved.
+        wanted: The flattened template; its leaves may be concrete, or `jax.ShapeDtypeStruct`.
+        partial: The template may lack leaves that were saved.
+        cast: Arrays may differ in dtype.
+
+    Returns:
+        At most ten lines, one per leaf, each with the path and both sides.
+
+    Raises:
+        UnsupportedLeafError: a leaf of the template is nothing that could have been saved.
+    """
+    saved = {spec.path: spec for spec in saved_specs}
+    lines = []
+    for path, key, leaf in zip(wanted.paths, wanted.keys, wanted.leaves, strict=True):
+        want = _describe(path, key, leaf)
+        have = saved.pop(path, None)
+        if have is None:
+            lines.append(f"{path or '(root)'}: the template wants {want}, the snapshot has no such leaf")
+        elif (why := _leaf_mismatch(have, want, cast=cast)) is not None:
+            lines.append(f"{path or '(root)'}: the template wants {want}, the snapshot has {have}{why}")
+    if not partial:
+        remedy = " (allowed with partial=True)"
+        lines += [
+            f"{s.path or '(root)'}: the snapshot has {s}, the template no such leaf{remedy}" for s in saved.values()
+        ]
+    if not lines:
+        return None
+    if len(lines) > _MAX_MISMATCH_LINES:
+        lines[_MAX_MISMATCH_LINES - 1 :] = [
+            f"... and {len(lines) - _MAX_MISMATCH_LINES + 1} more leaves that do not fit"
+        ]
+    return "\n".join(lines)
+
+
+def _leaf_mismatch(have: LeafSpec, want: LeafSpec, *, cast: bool) -> str | None:
+    """Returns None if the two fit, else a remark (possibly empty) on why they do not."""
+    arrays = {"array", "numpy"}
+    if have.kind != want.kind and not {have.kind, want.kind} <= arrays:
+        return ""
+    if have.shape != want.shape or have.key_impl != want.key_impl:
+        return ""
+    if have.dtype != want.dtype and not (cast and have.kind in arrays):
+        return " (cast=True converts)" if have.kind in arrays else ""
+    return None

@@ -1,0 +1,197 @@
+"""Scalars, strings and small nested states as JSON, exactly: types, bits, nothing executable."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import struct
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (np.dtype("bfloat16") and its like exist only once this is imported)
+import numpy as np
+
+from ray_jax_ckpt.errors import DataStateError
+
+VALUE_TYPES: tuple[type, ...] = (bool, int, float, complex, str, bytes)
+
+# The key that marks a JSON object as something else than a dictionary with string keys.
+_TAG = "$"
+# JSON readers other than Python's keep numbers as doubles: larger integers go as text.
+_MAX_JSON_INT = 2**53
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """Returns a name from which `np.dtype` makes the same dtype, byte order included."""
+    if dtype.kind in "USMm" or not dtype.isnative:
+        return dtype.str
+    return dtype.name
+
+
+def is_plain_dtype(dtype: np.dtype) -> bool:
+    """Whether the elements are bytes of a fixed meaning: no objects, no fields, no untyped voids, no sub-arrays."""
+    return not dtype.hasobject and dtype.names is None and dtype.subdtype is None and dtype.type is not np.void
+
+
+def value_type_name(x: Any) -> str:
+    """Returns the name of a value's exact type: "int", "str", ..., "numpy.float32"."""
+    return f"numpy.{dtype_name(x.dtype)}" if isinstance(x, np.generic) else type(x).__name__
+
+
+def encode_value(x: Any) -> Any:
+    """Encodes a value, or nested containers of values, as what strict JSON can hold.
+
+    Takes None, bool, int of any size, float (every bit pattern), complex, str, bytes, numpy scalars and arrays of plain
+    dtypes, and dict (str and int keys), list and tuple of these. Subclasses are refused: their class would be lost.
+
+    Raises:
+        DataStateError: something else is in it; the message names its path.
+    """
+    try:
+        return _encode(x, "")
+    except RecursionError:
+        raise DataStateError("the value is nested too deeply, or contains itself.") from None
+
+
+def decode_value(j: Any) -> Any:
+    """Decodes what `encode_value` made; values, types and bits are those that went in. Arrays are new and writable.
+
+    Raises:
+        DataStateError: this is not what `encode_value` writes.
+    """
+    try:
+        return _decode(j)
+    except (KeyError, TypeError, ValueError, IndexError, RecursionError, struct.error, binascii.Error) as error:
+        raise DataStateError(f"damaged value ({type(error).__name__}: {error}): {j!r:.200}") from error
+
+
+def _encode(x: Any, path: str) -> Any:
+    if x is None or type(x) is bool:
+        return x
+    if isinstance(x, np.generic | np.ndarray):
+        return _encode_numpy(x, path)
+    if type(x) in _SCALARS:
+        return _SCALARS[type(x)](x)
+    if type(x) is list:
+        return [_encode(item, f"{path}[{i}]") for i, item in enumerate(x)]
+    if type(x) is tuple:
+        return {_TAG: "tuple", "v": [_encode(item, f"{path}[{i}]") for i, item in enumerate(x)]}
+    if type(x) is dict:
+        return _encode_dict(x, path)
+    kind = f"{type(x).__module__}.{type(x).__qualname__}"
+    raise DataStateError(
+        f"the value at {path or '(the top)'} is a {kind}, which cannot be saved. Use numbers, strings, bytes, numpy "
+        "arrays, and dict, list or tuple of these."
+    )
+
+
+def _encode_dict(x: dict[Any, Any], path: str) -> Any:
+    for key in x:
+        if type(key) not in (str, int):
+            raise DataStateError(
+                f"the dictionary at {path or '(the top)'} has the key {key!r}; keys must be str or int."
+            )
+    items = [(key, _encode(item, f"{path}[{key!r}]")) for key, item in x.items()]
+    if _TAG not in x and all(isinstance(key, str) and not _has_surrogates(key) for key in x):
+        return dict(items)
+    return {_TAG: "dict", "v": [[_encode(key, path), item] for key, item in items]}
+
+
+def _encode_numpy(x: np.generic | np.ndarray, path: str) -> Any:
+    if isinstance(x, np.ndarray) and type(x) not in (np.ndarray, np.memmap):
+        raise DataStateError(f"the value at {path or '(the top)'} is a {type(x).__name__}; convert it with np.asarray.")
+    if not is_plain_dtype(x.dtype):
+        raise DataStateError(f"the value at {path or '(the top)'} has dtype {x.dtype}, which cannot be saved.")
+    encoded = {_TAG: "np", "d": dtype_name(x.dtype), "v": _to_text(x.tobytes())}
+    return encoded | ({"s": list(x.shape)} if isinstance(x, np.ndarray) else {})
+
+
+def _encode_int(x: int) -> Any:
+    return x if abs(x) < _MAX_JSON_INT else {_TAG: "int", "v": hex(x)}
+
+
+def _encode_float(x: float) -> Any:
+    # NaNs have payloads, and strict JSON has neither them nor infinities.
+    return x if math.isfinite(x) else {_TAG: "float", "v": struct.pack("<d", x).hex()}
+
+
+def _encode_complex(x: complex) -> Any:
+    return {_TAG: "complex", "v": struct.pack("<dd", x.real, x.imag).hex()}
+
+
+def _encode_str(x: str) -> Any:
+    # Two lone surrogates would come back from JSON as the one character that they spell.
+    return {_TAG: "str", "v": _to_text(x.encode("utf-8", "surrogatepass"))} if _has_surrogates(x) else x
+
+
+def _encode_bytes(x: bytes) -> Any:
+    return {_TAG: "bytes", "v": _to_text(x)}
+
+
+_SCALARS: dict[type, Any] = {
+    int: _encode_int,
+    float: _encode_float,
+    complex: _encode_complex,
+    str: _encode_str,
+    bytes: _encode_bytes,
+}
+
+
+def _has_surrogates(x: str) -> bool:
+    return not x.isascii() and any("\ud800" <= c <= "\udfff" for c in x)
+
+
+def _to_text(x: bytes) -> str:
+    return base64.b64encode(x).decode("ascii")
+
+
+def _from_text(x: str) -> bytes:
+    return base64.b64decode(x, validate=True)
+
+
+def _decode(j: Any) -> Any:
+    if j is None or isinstance(j, bool | int | float | str):
+        return j
+    if isinstance(j, list):
+        return [_decode(item) for item in j]
+    if not isinstance(j, dict):
+        raise TypeError(f"{type(j).__name__} is not JSON")
+    if _TAG not in j:
+        return {key: _decode(item) for key, item in j.items()}
+    return _decode_tagged(j[_TAG], j)
+
+
+def _decode_tagged(tag: Any, j: dict[str, Any]) -> Any:
+    content = j["v"]
+    match tag:
+        case "tuple":
+            return tuple(_decode(item) for item in content)
+        case "dict":
+            return {_decode(key): _decode(item) for key, item in content}
+        case "int":
+            return int(content, 16)
+        case "float":
+            return struct.unpack("<d", bytes.fromhex(content))[0]
+        case "complex":
+            return complex(*struct.unpack("<dd", bytes.fromhex(content)))
+        case "str":
+            return _from_text(content).decode("utf-8", "surrogatepass")
+        case "bytes":
+            return _from_text(content)
+        case "np":
+            return _decode_numpy(j)
+        case _:
+            raise ValueError(f"unknown tag {tag!r}")
+
+
+def _decode_numpy(j: dict[str, Any]) -> Any:
+    dtype = np.dtype(j["d"])
+    if not is_plain_dtype(dtype):
+        raise ValueError(f"dtype {dtype} is not allowed")
+    content = _from_text(j["v"])
+    shape = tuple(j.get("s", ()))
+    # Not np.frombuffer: it refuses empty buffers and element size 0, and gives arrays that cannot be written.
+    array = np.ndarray(shape, dtype, bytearray(content))
+    if array.nbytes != len(content):
+        raise ValueError(f"{len(content)} bytes for {dtype}{list(shape)}")
+    return array if "s" in j else array[()]
