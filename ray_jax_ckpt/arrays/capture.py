@@ -54,7 +54,7 @@ def copy_host(x: np.ndarray) -> np.ndarray:
 def _assemble(source: jax.Array, copies: list[jax.Array]) -> jax.Array:
     if source.is_fully_addressable:
         return copies[0]
-    kind = copies[0].sharding.memory_kind if copies else HOST_MEMORY_KINDS[0]
+    kind = (copies[0].sharding.memory_kind if copies else None) or HOST_MEMORY_KINDS[0]
     sharding = source.sharding.with_memory_kind(kind)
     return jax.make_array_from_single_device_arrays(source.shape, sharding, copies, dtype=source.dtype)
 
@@ -127,7 +127,7 @@ def _device_put(arrays: list[jax.Array], target: jax.sharding.Sharding) -> list[
 
 def _runtime_copy(arrays: list[jax.Array], target: jax.sharding.Sharding) -> list[jax.Array]:
     """What `jax.device_put` ends in, without its Python work per leaf: a quarter of the time for 5,000 small leaves."""
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     n = len(arrays)
     always = xla_client.ArrayCopySemantics.ALWAYS_COPY

@@ -1,17 +1,18 @@
 """Any pytree as a list of described leaves, and back.
 
-Nothing here moves array bytes or starts a computation that needs other processes: every function may be called by one process
-alone, from any thread.
+Nothing here moves array bytes or starts a computation that needs other processes: every function may be called by one
+process alone, from any thread.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
 from ray_jax_ckpt.arrays.values import (
@@ -42,7 +43,6 @@ __all__ = [
 LeafKind = Literal["array", "key", "numpy", "value"]
 
 _MAX_MISMATCH_LINES = 10
-_MAX_SHOWN_VALUE = 60
 # A saved index is not trusted: a list is only padded up to this many places beyond the leaves that it holds.
 _MAX_LIST_GAPS = 10_000
 
@@ -61,7 +61,7 @@ class Flat:
     paths: tuple[str, ...]
     keys: tuple[tuple[Any, ...], ...]
     leaves: list[Any]
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
 
 
 def flatten(state: Any) -> Flat:
@@ -77,9 +77,9 @@ class LeafSpec:
 
     Attributes:
         path: `keystr` of the leaf.
-        kind: "array" (jax.Array), "key" (typed PRNG key array), "numpy" (np.ndarray) or "value" (scalar, string, bytes).
+        kind: "array" (jax.Array), "key" (typed PRNG key array), "numpy" (np.ndarray), "value" (scalar, str, bytes).
         shape: Global shape; of a key the shape of the key array, without the dimensions of its data; of a value ().
-        dtype: Name of the element type that `np.dtype` understands; of a key that of its data; of a value its type's name.
+        dtype: Name of the element type that `np.dtype` understands; of a key that of its data; of a value its type.
         weak_type: Whether a jax.Array is weakly typed.
         key_impl: Name of the PRNG implementation of a key, else None.
         key_path: The key path as JSON: `["d", name]` and `["di", 3]` dictionary keys, `["s", 0]` sequence,
@@ -138,7 +138,7 @@ def describe(path: str, key_path: Sequence[Any], leaf: Any) -> LeafSpec:
     Raises:
         UnsupportedLeafError: it cannot be saved; the message names the path and the remedy.
     """
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         raise _unsupported(path, leaf, "it is a tracer: snapshot outside of jit, grad and vmap")
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise _unsupported(path, leaf, "it has no content: pass the concrete state, not the abstract one")
@@ -175,11 +175,9 @@ def _remedy(leaf: Any) -> str:
     if isinstance(leaf, set | frozenset):
         return "sets have no order: save sorted(...) instead"
     if hasattr(leaf, "get_state") or hasattr(leaf, "__next__"):
-        return "iterators do not belong in the state: pass it as data= (needs get_state and set_state), or save its position"
+        return "iterators do not belong in the state: pass it as data= (get_state and set_state), or save its position"
     if callable(leaf):
-        return (
-            "functions cannot be saved: keep it out of the state (flax: split off the static part; equinox: eqx.filter)"
-        )
+        return "functions cannot be saved: keep it out of the state (flax: nnx.split; equinox: eqx.partition)"
     if isinstance(leaf, VALUE_TYPES):
         return "a subclass of a plain type would lose its class: convert it to the plain type"
     return "register its class as a pytree node, or convert it to arrays, numbers or strings"
@@ -209,11 +207,11 @@ def _typed_key(key: Any) -> list[Any]:
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is a typed PRNG key array, concrete or abstract. Raw uint32 key data is not."""
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def key_data(x: jax.Array) -> jax.Array:
-    """Returns the data of a typed PRNG key array, on the same devices and in the same kind of memory; shares its buffers."""
+    """Returns the data of a typed PRNG key array, on the same devices and kind of memory; shares its buffers."""
     return jax.random.key_data(x)
 
 
@@ -226,24 +224,24 @@ def _key_impl(path: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, s
     # JAX has no public way from a key dtype (all that an abstract leaf has) to its implementation.
     impl = leaf.dtype._impl  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(leaf, jax.Array) and not isinstance(jax.random.key_impl(leaf), str):
-        raise _unsupported(
-            path, leaf, "its PRNG implementation is not registered under a name, so it could not be put back"
-        )
+        raise _unsupported(path, leaf, "its PRNG implementation has no registered name, so it could not be put back")
     return impl.name, "uint32"
 
 
 def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
     """Returns the same array, weakly typed or not.
 
-    The only place where weak types are set. Value, sharding, memory kind and committedness are those of `x`, no bytes are
-    copied and no computation runs, so one process may call it alone. The result shares `x`'s buffers: use only one of
-    the two afterwards. PRNG keys have no weak type and are returned as they are.
+    The only place where weak types are set. Value, sharding, memory kind and committedness are those of `x`, no bytes
+    are copied and no computation runs, so one process may call it alone. The result shares `x`'s buffers: use only one
+    of the two afterwards. PRNG keys have no weak type and are returned as they are.
     """
     if is_key(x) or bool(x.weak_type) == weak:
         return x
-    array_type: Callable[..., jax.Array] = type(x)
+    # Only the constructor of the concrete class takes a weak type.
+    concrete: Any = x
     shards = [shard.data for shard in x.addressable_shards]
-    return array_type(x.aval.update(weak_type=weak), x.sharding, shards, committed=x.committed, _skip_checks=True)  # pyright: ignore[reportAttributeAccessIssue]
+    aval = concrete.aval.update(weak_type=weak)
+    return type(concrete)(aval, x.sharding, shards, committed=x.committed, _skip_checks=True)
 
 
 class _Node:
@@ -258,7 +256,7 @@ def rebuild(specs: Sequence[LeafSpec], leaves: Sequence[Any]) -> tuple[Any, list
     """Puts a tree together without a template.
 
     Dictionaries keep their str and int keys, sequences and flattened custom nodes become lists, nodes with attributes
-    dictionaries by attribute name. A state that is one leaf gives that leaf, a state without leaves an empty dictionary.
+    dictionaries by attribute name. A state that is one leaf gives that leaf, one without leaves an empty dictionary.
 
     Returns:
         The tree, and for each way in which its types may differ from what was saved, one line that says where.
