@@ -1,0 +1,176 @@
+"""What stores say to each other over Arrow Flight: messages, their checks, proofs of the secret, and errors as text.
+
+Everything that comes from a socket is JSON that is checked against a strict model, or raw bytes. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from ray_jax_ckpt import errors
+
+# Sums of two stay below 2**63, so that no arithmetic on checked numbers leaves what numpy and Arrow can address.
+_Size = Annotated[int, Field(ge=0, lt=2**62)]
+_Name = Annotated[str, Field(max_length=1024)]
+_MAX_RANGES = 1_000_000
+_MAX_ERROR_CHARS = 2000  # gRPC drops calls with trailers above 8 KiB
+_CONFIG = ConfigDict(extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class PushHeader:
+    """What a push brings. Plain data; it travels as JSON before the bytes.
+
+    Attributes:
+        attempt: The sender's attempt.
+        generation: Opaque name of the generation.
+        source_rank: Rank whose bytes these are.
+        parts: For each part its id, its size, and its offset in the receiver's buffer. Parts do not overlap.
+        total_bytes: Size of the buffer. The bytes are sent in order, gaps included.
+        meta: Opaque bytes that go with it, such as the index of the parts.
+        digests: (offset, nbytes, digest) of pieces of the buffer, in ascending order without overlap, to be verified on
+            receipt. What no entry covers is not verified.
+    """
+
+    attempt: _Size
+    generation: _Name
+    source_rank: _Size
+    parts: Annotated[tuple[tuple[_Name, _Size, _Size], ...], Field(max_length=_MAX_RANGES)]
+    total_bytes: _Size
+    meta: bytes = b""
+    digests: Annotated[tuple[tuple[_Size, _Size, _Name], ...], Field(max_length=_MAX_RANGES)] = ()
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    def to_json(self) -> bytes:
+        """The header as `from_json` reads it."""
+        return _HEADER.dump_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> PushHeader:
+        """Reads and checks a header that may come from anybody.
+
+        Raises:
+            StoreError: It is malformed, or its numbers contradict each other.
+        """
+        header = _parse(_HEADER, text, "push header")
+        header.check()
+        return header
+
+    def check(self) -> None:
+        """Raises StoreError unless all parts and digests lie in the buffer, apart from each other."""
+        parts = sorted((offset, nbytes) for _, nbytes, offset in self.parts)
+        _check_apart(parts, self.total_bytes, "parts")
+        # In the order given, since they are verified as the bytes come.
+        _check_apart([(offset, nbytes) for offset, nbytes, _ in self.digests], self.total_bytes, "digests")
+
+
+@dataclass(frozen=True)
+class PushRequest:
+    """The first message of a push: the header and a fresh nonce that the receiver answers with its proof."""
+
+    nonce: _Name
+    header: PushHeader
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    def to_json(self) -> bytes:
+        """The request as `from_json` reads it."""
+        return _REQUEST.dump_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> PushRequest:
+        """Reads and checks a request. Raises StoreError if it is malformed."""
+        request = _parse(_REQUEST, text, "push request")
+        request.header.check()
+        return request
+
+
+@dataclass(frozen=True)
+class FetchTicket:
+    """What a fetch asks for: (generation, part, offset, nbytes) each; their bytes come concatenated in this order."""
+
+    nonce: _Name
+    ranges: Annotated[tuple[tuple[_Name, _Name, _Size, _Size], ...], Field(max_length=_MAX_RANGES)]
+    verify: bool = True
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    def to_json(self) -> bytes:
+        """The ticket as `from_json` reads it."""
+        return _TICKET.dump_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> FetchTicket:
+        """Reads and checks a ticket. Raises StoreError if it is malformed."""
+        return _parse(_TICKET, text, "ticket")
+
+
+_HEADER = TypeAdapter(PushHeader)
+_REQUEST = TypeAdapter(PushRequest)
+_TICKET = TypeAdapter(FetchTicket)
+
+
+def call_token(secret: str, address: str) -> str:
+    """What a caller sends to the store at `address`. The secret itself never travels.
+
+    It depends on the address, so that whoever took over a dead store's port learns nothing that another store accepts.
+    """
+    return _mac(secret, f"call {address}")
+
+
+def server_proof(secret: str, address: str, nonce: str) -> str:
+    """What a store answers before it gets or gives bytes, so that callers neither send to nor believe an impostor."""
+    return _mac(secret, f"serve {address} {nonce}")
+
+
+def same(ours: str, theirs: str) -> bool:
+    """Whether two secrets-derived strings are equal, in constant time. `theirs` may hold anything."""
+    return hmac.compare_digest(ours.encode(), theirs.encode(errors="replace"))
+
+
+def error_to_text(error: Exception) -> str:
+    """An exception as text that `error_from_text` turns back into one of this package's."""
+    kind = type(error).__name__ if isinstance(error, errors.CheckpointError) else "StoreError"
+    text = str(error) if isinstance(error, errors.CheckpointError) else f"{type(error).__name__}: {error}"
+    return f"<rjc {kind}>{text[:_MAX_ERROR_CHARS].replace(chr(60) + chr(47), chr(60))}</rjc>"
+
+
+def error_from_text(text: str) -> tuple[type[errors.CheckpointError], str]:
+    """Class and message of the error that a peer reported; StoreError and the whole text if it is no error of ours."""
+    found = re.search(r"<rjc (\w+)>(.*?)</rjc>", text, re.DOTALL)
+    kind = getattr(errors, found.group(1), None) if found else None
+    if found is None or not (isinstance(kind, type) and issubclass(kind, errors.CheckpointError)):
+        return errors.StoreError, text
+    return kind, found.group(2)
+
+
+def _mac(secret: str, text: str) -> str:
+    return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _parse(adapter: TypeAdapter[_T], text: bytes, what: str) -> _T:
+    try:
+        return adapter.validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(key) for key in first["loc"])
+        raise errors.StoreError(f"malformed {what}: {where}: {first['msg']}") from None
+
+
+def _check_apart(pieces: list[tuple[int, int]], total: int, what: str) -> None:
+    end = 0
+    for offset, nbytes in pieces:
+        if offset < end or offset + nbytes > total:
+            raise errors.StoreError(
+                f"malformed push header: {what} overlap, are out of order or exceed its {total} bytes at offset {offset}"
+            )
+        end = offset + nbytes
