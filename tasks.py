@@ -32,7 +32,7 @@ CHECKS = {
     "lint": ["ruff", "check", "."],
     "format": ["ruff", "format", "--check", "."],
     "types": ["basedpyright", "--pythonpath", "{python}"],
-    "imports": ["lint-imports"],
+    "imports": ["lint-imports", "--no-logo"],
 }
 
 
