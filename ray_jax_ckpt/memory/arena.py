@@ -27,6 +27,7 @@ _MADV_POPULATE_WRITE = 23
 # Python holds the GIL in madvise: pieces of this size let other threads of a store answer in between.
 _POPULATE_BYTES = 8 << 20
 _MAX_WASTE = 1.25
+_NO_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EMFILE, errno.ENFILE)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 # A PID names another process sooner or later; its start time, in clock ticks since boot, makes it unique.
@@ -58,8 +59,8 @@ class SegmentHandle:
 class Mapping:
     """A segment's memory in this process. A context manager; `close` unmaps. Not thread-safe.
 
-    The mapping stays valid after the owner's death, and keeps the memory alive. Keep it for reuse: mapping afresh costs page
-    table work.
+    The mapping stays valid after the owner's death, and keeps the memory alive. Keep it for reuse: mapping afresh costs
+    page table work.
     """
 
     def __init__(self, memory: mmap.mmap, handle: SegmentHandle) -> None:
@@ -69,6 +70,7 @@ class Mapping:
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._view is None
 
     def view(self) -> np.ndarray:
@@ -148,7 +150,8 @@ class Segment:
 class Arena:
     """The segments of one process: bounded, and reused, since touching fresh pages is ten times slower than copying.
 
-    Thread-safe. Whether a segment may be freed is the caller's to know: a freed one is handed out again, whoever still maps it.
+    Thread-safe. Whether a segment may be freed is the caller's to know: a freed one is handed out again, whoever still
+    maps it.
 
     Args:
         max_bytes: Limit for all segments together, free ones included. None: what the node has.
@@ -177,8 +180,8 @@ class Arena:
     def allocate(self, nbytes: int) -> Segment:
         """A segment of at least `nbytes` with all pages touched. Its contents are arbitrary.
 
-        Takes the tightest free segment of at most a quarter more than asked. Otherwise makes one, which takes time (about 1 s
-        per GB), after dropping free ones of other sizes if the limit asks for it.
+        Takes the tightest free segment of at most a quarter more than asked. Otherwise makes one, at about 1 s per GB,
+        after dropping free ones of other sizes if the limit asks for it.
 
         Raises:
             MemoryLimitError: The limit, or the node's free memory, does not allow it.
@@ -250,8 +253,8 @@ class Arena:
         free_bytes = sum(segment.nbytes for segment in self._free.values())
         if excess > free_bytes:
             raise MemoryLimitError(
-                f"needs {capacity} bytes for a snapshot, but {self._held() - free_bytes} of the limit of {self._max_bytes} bytes "
-                "are in use: raise SnapshotConfig.max_bytes, or lower SnapshotConfig.copies"
+                f"needs {capacity} bytes for a snapshot, but {self._held() - free_bytes} of the limit of "
+                f"{self._max_bytes} bytes are in use: raise SnapshotConfig.max_bytes, or lower SnapshotConfig.copies"
             )
         dropped: list[Segment] = []
         for segment in sorted(self._free.values(), key=lambda s: s.nbytes, reverse=True):
@@ -262,23 +265,22 @@ class Arena:
         return dropped
 
     def _create(self, capacity: int) -> Segment:
-        segment = None
         try:
             self._check_node(capacity)
             segment = Segment(capacity)
-        except OSError as error:
-            if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EMFILE, errno.ENFILE):
-                raise
-            raise MemoryLimitError(f"the node cannot give {capacity} bytes for a snapshot: {error}") from error
-        finally:
+        except BaseException as error:
             with self._lock:
                 self._reserved_bytes -= capacity
-                if segment is not None and not self._closed:
-                    self._used[segment.id] = segment
-        if self._closed and segment.id not in self._used:
-            segment._drop()
-        self._check_open()
-        return segment
+            if isinstance(error, OSError) and error.errno in _NO_MEMORY:
+                raise MemoryLimitError(f"the node cannot give {capacity} bytes for a snapshot: {error}") from error
+            raise
+        with self._lock:
+            self._reserved_bytes -= capacity
+            if not self._closed:
+                self._used[segment.id] = segment
+                return segment
+        segment._drop()
+        raise StoreError("the arena was closed")
 
     def _check_node(self, capacity: int) -> None:
         # Touching more than there is does not fail: the kernel kills a process, often the training.
@@ -288,8 +290,8 @@ class Arena:
             available = available_bytes() or 0
             if capacity > available:
                 raise MemoryLimitError(
-                    f"needs {capacity} bytes for a snapshot, but the node has {available} bytes left, and {self.nbytes_used} are "
-                    "in use here: lower SnapshotConfig.copies, or use nodes with more memory"
+                    f"needs {capacity} bytes for a snapshot, but the node has {available} bytes left, and "
+                    f"{self.nbytes_used} are in use here: lower SnapshotConfig.copies, or use nodes with more memory"
                 )
 
     def _check_open(self) -> None:
@@ -320,7 +322,7 @@ def open_segment(handle: SegmentHandle, writable: bool = False) -> Mapping:
 
 
 def process_start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none. With the PID it names a process for good."""
+    """When a process started, in clock ticks since boot; None if there is none. With it a PID is unique for good."""
     fields = _process_stat(pid)
     return None if fields is None else int(fields[_START_TIME_FIELD - _STATE_FIELD])
 
@@ -338,7 +340,7 @@ def process_alive(pid: int, start_time: int) -> bool:
 
 
 def available_bytes() -> int | None:
-    """Memory that this process can still take without swapping or being killed, in bytes; None if the system does not say."""
+    """Bytes of memory that this process can still take without being killed; None if the system does not say."""
     limits = [_meminfo_available(), _cgroup_available()]
     return min((limit for limit in limits if limit is not None), default=None)
 

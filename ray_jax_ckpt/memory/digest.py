@@ -1,7 +1,7 @@
 """Digests of snapshot bytes: what was captured is what is restored, or an error says so.
 
-xxh3_64 finds bit flips, torn copies and mixed-up buffers at memory speed. It is no defence against forgery: who may write at
-all is decided by the transfer's authentication.
+xxh3_64 finds bit flips, torn copies and mixed-up buffers at memory speed. It is no defence against forgery: who may
+write at all is decided by the transfer's authentication.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Digester:
 def digest(buffer: np.ndarray | memoryview | bytes | bytearray) -> str:
     """The digest of a contiguous buffer's bytes, such as ``"xxh3:0123456789abcdef"``.
 
-    Any thread may call it; the GIL is released while it hashes more than 64 KiB. Digests are compared as whole strings, so two
-    algorithms never match by accident.
+    Any thread may call it; the GIL is released while it hashes more than 64 KiB. Digests are compared as whole strings,
+    so two algorithms never match by accident.
 
     Raises:
         ValueError: The buffer is not C-contiguous.
@@ -47,7 +47,7 @@ def digest(buffer: np.ndarray | memoryview | bytes | bytearray) -> str:
 
 
 def copy_and_digest(dst: np.ndarray | memoryview, src: np.ndarray | memoryview | bytes, verify: bool) -> str:
-    """Copies `src` to `dst` and, if `verify`, digests it on the way. Blocking, with the GIL released for all but tiny buffers.
+    """Copies `src` to `dst` and, if `verify`, digests it on the way. The GIL is released for all but tiny buffers.
 
     Args:
         dst: Writable contiguous buffer of exactly the bytes of `src`.
@@ -88,9 +88,9 @@ def as_bytes(buffer: np.ndarray | memoryview | bytes | bytearray) -> np.ndarray:
     """
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
-            raise ValueError(f"needs a C-contiguous array, not one with shape {buffer.shape} and strides {buffer.strides}")
+            raise ValueError(f"not C-contiguous: an array of shape {buffer.shape} with strides {buffer.strides}")
         return buffer.reshape(-1).view(np.uint8)
     view = memoryview(buffer)
     if not view.c_contiguous:
-        raise ValueError(f"needs a C-contiguous buffer, not one with shape {view.shape} and strides {view.strides}")
+        raise ValueError(f"not C-contiguous: a buffer of shape {view.shape} with strides {view.strides}")
     return np.frombuffer(view, np.uint8)

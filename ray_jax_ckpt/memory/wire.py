@@ -18,11 +18,24 @@ from ray_jax_ckpt import errors
 # Sums of two stay below 2**63, so that no arithmetic on checked numbers leaves what numpy and Arrow can address.
 _Size = Annotated[int, Field(ge=0, lt=2**62)]
 _Name = Annotated[str, Field(max_length=1024)]
+AUTH_HEADER = "authorization"
+
 _MAX_RANGES = 1_000_000
 _MAX_ERROR_CHARS = 2000  # gRPC drops calls with trailers above 8 KiB
-_CONFIG = ConfigDict(extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+_CONFIG = ConfigDict(extra="forbid")
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class PartSpan:
+    """A part's place in a push: its id, its offset in the receiver's buffer, and its size."""
+
+    id: _Name
+    offset: _Size
+    nbytes: _Size
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
 
 
 @dataclass(frozen=True)
@@ -32,44 +45,27 @@ class PushHeader:
     Attributes:
         attempt: The sender's attempt.
         generation: Opaque name of the generation.
-        source_rank: Rank whose bytes these are.
-        parts: For each part its id, its size, and its offset in the receiver's buffer. Parts do not overlap.
+        source: Name of the sending store.
+        parts: The parts' places. They do not overlap.
         total_bytes: Size of the buffer. The bytes are sent in order, gaps included.
-        meta: Opaque bytes that go with it, such as the index of the parts.
-        digests: (offset, nbytes, digest) of pieces of the buffer, in ascending order without overlap, to be verified on
-            receipt. What no entry covers is not verified.
+        meta: Opaque text that goes with it, such as the index of the parts.
+        digests: (offset, nbytes, digest) of pieces of the buffer, without overlap, to be verified on receipt. What no
+            entry covers is not verified.
     """
 
     attempt: _Size
     generation: _Name
-    source_rank: _Size
-    parts: Annotated[tuple[tuple[_Name, _Size, _Size], ...], Field(max_length=_MAX_RANGES)]
+    source: _Name
+    parts: Annotated[tuple[PartSpan, ...], Field(max_length=_MAX_RANGES)]
     total_bytes: _Size
-    meta: bytes = b""
+    meta: str = ""
     digests: Annotated[tuple[tuple[_Size, _Size, _Name], ...], Field(max_length=_MAX_RANGES)] = ()
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
 
-    def to_json(self) -> bytes:
-        """The header as `from_json` reads it."""
-        return _HEADER.dump_json(self)
-
-    @classmethod
-    def from_json(cls, text: bytes) -> PushHeader:
-        """Reads and checks a header that may come from anybody.
-
-        Raises:
-            StoreError: It is malformed, or its numbers contradict each other.
-        """
-        header = _parse(_HEADER, text, "push header")
-        header.check()
-        return header
-
     def check(self) -> None:
         """Raises StoreError unless all parts and digests lie in the buffer, apart from each other."""
-        parts = sorted((offset, nbytes) for _, nbytes, offset in self.parts)
-        _check_apart(parts, self.total_bytes, "parts")
-        # In the order given, since they are verified as the bytes come.
+        _check_apart([(part.offset, part.nbytes) for part in self.parts], self.total_bytes, "parts")
         _check_apart([(offset, nbytes) for offset, nbytes, _ in self.digests], self.total_bytes, "digests")
 
 
@@ -114,7 +110,6 @@ class FetchTicket:
         return _parse(_TICKET, text, "ticket")
 
 
-_HEADER = TypeAdapter(PushHeader)
 _REQUEST = TypeAdapter(PushRequest)
 _TICKET = TypeAdapter(FetchTicket)
 
@@ -141,7 +136,7 @@ def error_to_text(error: Exception) -> str:
     """An exception as text that `error_from_text` turns back into one of this package's."""
     kind = type(error).__name__ if isinstance(error, errors.CheckpointError) else "StoreError"
     text = str(error) if isinstance(error, errors.CheckpointError) else f"{type(error).__name__}: {error}"
-    return f"<rjc {kind}>{text[:_MAX_ERROR_CHARS].replace(chr(60) + chr(47), chr(60))}</rjc>"
+    return f"<rjc {kind}>{text[:_MAX_ERROR_CHARS].replace('</', '<')}</rjc>"
 
 
 def error_from_text(text: str) -> tuple[type[errors.CheckpointError], str]:
@@ -168,9 +163,7 @@ def _parse(adapter: TypeAdapter[_T], text: bytes, what: str) -> _T:
 
 def _check_apart(pieces: list[tuple[int, int]], total: int, what: str) -> None:
     end = 0
-    for offset, nbytes in pieces:
+    for offset, nbytes in sorted(pieces):
         if offset < end or offset + nbytes > total:
-            raise errors.StoreError(
-                f"malformed push header: {what} overlap, are out of order or exceed its {total} bytes at offset {offset}"
-            )
+            raise errors.StoreError(f"malformed push header: {what} overlap or exceed {total} bytes at offset {offset}")
         end = offset + nbytes

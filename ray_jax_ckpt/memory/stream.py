@@ -1,0 +1,150 @@
+"""Snapshot bytes as streams of Arrow record batches: cut, packed, put back in place and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ray_jax_ckpt.errors import IntegrityError, StoreError
+from ray_jax_ckpt.memory.digest import Digester, as_bytes, copy_into_digest
+from ray_jax_ckpt.memory.wire import PushHeader
+
+CHUNK_BYTES = 8 << 20
+# Ranges below this are packed together: a message of its own costs more than copying so few bytes.
+_PACK_BELOW_BYTES = 1 << 20
+SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
+
+
+def to_batch(data: np.ndarray | memoryview) -> pa.RecordBatch:
+    """A record batch over the same memory."""
+    column = pa.Array.from_buffers(pa.uint8(), data.nbytes, [None, pa.py_buffer(data)])
+    return pa.RecordBatch.from_arrays([column], schema=SCHEMA)
+
+
+def cut(buffers: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same bytes in pieces of at most `CHUNK_BYTES`."""
+    for data in buffers:
+        for start in range(0, data.nbytes, CHUNK_BYTES):
+            yield data[start : start + CHUNK_BYTES]
+
+
+def pack(views: Iterable[memoryview]) -> Iterator[np.ndarray]:
+    """The same bytes in chunks: large pieces as they are, runs of small ones copied together."""
+    small: list[memoryview] = []
+    nbytes = 0
+    for view in views:
+        large = view.nbytes >= _PACK_BELOW_BYTES
+        if small and (large or nbytes + view.nbytes > CHUNK_BYTES):
+            yield as_bytes(b"".join(small))
+            small, nbytes = [], 0
+        if large:
+            yield from cut([as_bytes(view)])
+        else:
+            small.append(view)
+            nbytes += view.nbytes
+    if small:
+        yield as_bytes(b"".join(small))
+
+
+def scatter(reader: Any, outs: list[np.ndarray], verify: bool) -> None:
+    """Spreads a stream's bytes over `outs`, in order."""
+    targets = iter([out for out in outs if out.nbytes])
+    target = next(targets, None)
+    for data, expected in read_arrays(reader):
+        digester = Digester()
+        while data.nbytes:
+            if target is None:
+                raise StoreError("more bytes came than were asked for")
+            count = min(target.nbytes, data.nbytes)
+            if verify:
+                copy_into_digest(target[:count], data[:count], digester)
+            else:
+                np.copyto(target[:count], data[:count])
+            data, target = data[count:], target[count:]
+            target = target if target.nbytes else next(targets, None)
+        if verify and digester.result() != expected:
+            raise IntegrityError("a chunk arrived with another digest than it was sent with")
+    if target is not None:
+        raise StoreError("the stream ended early")
+
+
+def read_arrays(reader: Any) -> Iterator[tuple[np.ndarray, str]]:
+    """A stream's chunks as uint8 arrays without a copy, with what the sender said about each."""
+    if reader.schema != SCHEMA:
+        raise StoreError("the stream does not consist of bytes")
+    while True:
+        try:
+            chunk = reader.read_chunk()
+        except StopIteration:
+            return
+        if chunk.data is None:
+            continue
+        chunk.data.validate()  # a peer's lengths may exceed its buffers
+        said = b"" if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()
+        yield chunk.data.column(0).to_numpy(zero_copy_only=True), said.decode(errors="replace")
+
+
+class _Verifier:
+    """Copies a push's bytes into place as they come, and digests the header's pieces on the way."""
+
+    def __init__(self, target: np.ndarray, header: PushHeader) -> None:
+        self._target = target
+        self._pieces = iter(sorted(header.digests))
+        self._piece = next(self._pieces, None)
+        self._digester = Digester()
+        self.position = 0
+
+    def take(self, data: np.ndarray) -> None:
+        """Takes the next bytes. Raises IntegrityError at the first piece that differs."""
+        while data.nbytes:
+            wanted, covered = self._until_boundary()
+            count = data.nbytes if wanted is None else min(wanted, data.nbytes)
+            out = self._target[self.position : self.position + count]
+            if covered:
+                copy_into_digest(out, data[:count], self._digester)
+            else:
+                np.copyto(out, data[:count])
+            self.position += count
+            data = data[count:]
+            self.finish_pieces()
+
+    def finish_pieces(self) -> None:
+        """Compares the pieces that end here, the empty ones included."""
+        while self._piece is not None and self.position >= self._piece[0] + self._piece[1]:
+            offset, nbytes, expected = self._piece
+            if self._digester.result() != expected:
+                raise IntegrityError(f"the {nbytes} bytes at offset {offset} arrived with another digest")
+            self._digester = Digester()
+            self._piece = next(self._pieces, None)
+
+    def _until_boundary(self) -> tuple[int | None, bool]:
+        """Bytes until a piece begins or ends (None: never again), and whether they belong to one."""
+        if self._piece is None:
+            return None, False
+        offset, nbytes, _ = self._piece
+        if self.position < offset:
+            return offset - self.position, False
+        return offset + nbytes - self.position, True
+
+
+def fill(target: np.ndarray, header: PushHeader, reader: Any) -> None:
+    """Copies a push's stream into `target` and verifies it.
+
+    Raises:
+        IntegrityError: A piece has another digest.
+        StoreError: There are too few bytes, or too many.
+    """
+    if target.nbytes < header.total_bytes:
+        raise StoreError(f"the buffer of {target.nbytes} bytes is too small for {header.total_bytes} bytes")
+    verifier = _Verifier(as_bytes(target), header)
+    verifier.finish_pieces()
+    for data, _ in read_arrays(reader):
+        if data.nbytes > header.total_bytes - verifier.position:
+            raise StoreError(f"more bytes came than the header's {header.total_bytes}")
+        verifier.take(data)
+    # The stream of a sender that died ends like any other.
+    if verifier.position != header.total_bytes:
+        raise StoreError(f"the stream ended after {verifier.position} of {header.total_bytes} bytes")
