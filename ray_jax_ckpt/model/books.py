@@ -80,12 +80,14 @@ class Books:
         copies: Copies wanted.
         attempt: The current attempt. Reports of generations of a later one are refused, of earlier ones accepted as inventory.
         domains: Failure domain of every living store.
+        group: Stores of the current worker group. Others live on until what they hold has been replaced.
         entries: By generation.
     """
 
     copies: int
     attempt: int = 0
     domains: Mapping[str, str] = field(default_factory=dict)
+    group: frozenset[str] = NOWHERE
     entries: Mapping[Generation, Entry] = field(default_factory=dict)
 
     # What follows from them.
@@ -98,13 +100,25 @@ class Books:
             for part in entry.expected()
         ]
 
+    def receivers(self) -> dict[str, str]:
+        """Living stores that new copies may go to, with their domains: the group's."""
+        return {name: domain for name, domain in self.domains.items() if name in self.group}
+
+    def wanted(self) -> int:
+        """Distinct domains that a protected generation is in."""
+        return min(self.copies, len(set((self.receivers() or self.domains).values())))
+
+    def idle(self) -> list[str]:
+        """Stores outside the group that hold nothing of anything: they may end."""
+        busy = {store for entry in self.entries.values() for stores in entry.holders.values() for store in stores}
+        return sorted(self.domains.keys() - self.group - busy) if self.group else []
+
     def status(self, generation: Generation) -> Status:
         """See `Status`."""
         if self.entries[generation].abandoned:
             return Status.ABANDONED
         fewest = min(map(len, self.covered(generation)))
-        wanted = min(self.copies, len(set(self.domains.values())))
-        return Status.PENDING if fewest == 0 else Status.PROTECTED if fewest >= wanted else Status.COMPLETE
+        return Status.PENDING if fewest == 0 else Status.PROTECTED if fewest >= self.wanted() else Status.COMPLETE
 
     def missing(self, generation: Generation) -> list[str]:
         """Parts of which no living store holds a copy."""
@@ -138,22 +152,27 @@ class Books:
 
     def undercovered(self, generation: Generation) -> dict[str, frozenset[str]]:
         """Parts with fewer copies than the living domains allow, and the living stores that hold them."""
-        wanted = min(self.copies, len(set(self.domains.values())))
         entry = self.entries[generation]
         living = {part: entry.holders.get(part, NOWHERE) & self.domains.keys() for part in entry.expected()}
         return {
             part: frozenset(stores)
             for part, stores in living.items()
-            if stores and len({self.domains[store] for store in stores}) < wanted
+            if stores and len({self.domains[store] for store in stores}) < self.wanted()
         }
 
 
 # Transitions.
 
 
-def store_joined(books: Books, store: str, domain: str) -> Books:
-    """A store is up (again); what it holds follows in its reports."""
-    return replace(store_lost(books, store), domains={**books.domains, store: domain})
+def store_joined(books: Books, store: str, domain: str, attempt: int = 0) -> Books:
+    """A store is up (again) and has seen `attempt`; what it holds follows in its reports."""
+    books = store_lost(books, store)
+    return replace(books, domains={**books.domains, store: domain}, attempt=max(books.attempt, attempt))
+
+
+def group_formed(books: Books, attempt: int, stores: Iterable[str]) -> Books:
+    """These stores serve the current worker group."""
+    return replace(books, group=frozenset(stores)) if attempt == books.attempt else books
 
 
 def store_lost(books: Books, store: str) -> Books:

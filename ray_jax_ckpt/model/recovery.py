@@ -52,7 +52,7 @@ class Catalog:
     """
 
     shared: dict[int, list[Stored]] = field(default_factory=lambda: defaultdict(list))
-    local: dict[tuple[int, int], Stored] = field(default_factory=dict)
+    local: dict[tuple[int, int], list[Stored]] = field(default_factory=lambda: defaultdict(list))
 
     @classmethod
     def of(cls, indices: Iterable[Index]) -> Catalog:
@@ -66,7 +66,7 @@ class Catalog:
                 for item, digest in zip(part.items, index.digests[part.id], strict=True):
                     stored = Stored(part.id, item, digest)
                     if item.leaf in index.layout.local:
-                        catalog.local[index.layout.rank, item.leaf] = stored
+                        catalog.local[index.layout.rank, item.leaf].append(stored)
                     else:
                         catalog.shared[item.leaf].append(stored)
         return catalog
@@ -111,13 +111,14 @@ def plan_reads(wants: Sequence[Want], holders: Mapping[str, Sequence[str]], near
 
 
 def choose_push(
-    parts: Mapping[str, frozenset[str]], domains: Mapping[str, str], wanted: int
+    parts: Mapping[str, frozenset[str]], domains: Mapping[str, str], receivers: Mapping[str, str], wanted: int
 ) -> list[tuple[str, str, str]]:
     """Copies to make so that parts are again in `wanted` distinct failure domains, load spread over the receivers.
 
     Args:
         parts: Living holders of each part that lacks copies.
         domains: Failure domain of every living store.
+        receivers: Stores that may get copies, with their domains.
         wanted: Distinct domains wanted.
 
     Returns:
@@ -128,11 +129,11 @@ def choose_push(
     for part, stores in sorted(parts.items()):
         covered = {domains[store] for store in stores}
         while len(covered) < wanted:
-            free = [name for name, domain in domains.items() if domain not in covered]
+            free = [name for name, domain in receivers.items() if domain not in covered]
             if not free:
                 break
             target = min(free, key=lambda name: (loads[name], name))
             loads[target] += 1
-            covered.add(domains[target])
+            covered.add(receivers[target])
             pushes.append((part, min(stores), target))
     return pushes

@@ -155,15 +155,15 @@ def writer_gone(slots: Slots, writer: str) -> Slots:
 
 
 def lease(slots: Slots, hold: Lease) -> Slots:
-    """Keeps what is held of a generation readable until `unlease`.
+    """Keeps a generation's buffers, also those that are still being filled, until `unlease`.
 
     Raises:
         StaleAttemptError: The lease's attempt has been replaced.
-        StoreError: Nothing of that generation is held.
+        StoreError: Nothing of that generation is held or on its way.
     """
     if hold.attempt is not None:
         _check_attempt(slots, hold.attempt)
-    if not slots.holding(hold.generation):
+    if not any(s.generation == hold.generation and s.phase is not Phase.STRANDED for s in slots.used.values()):
         raise StoreError(f"{slots.name} holds nothing of generation {hold.generation}.")
     return replace(slots, leases={**slots.leases, hold.id: hold})
 

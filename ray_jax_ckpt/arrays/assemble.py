@@ -1,0 +1,260 @@
+"""From stored bytes back to a tree of arrays, on whatever mesh the template asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from ray_jax_ckpt.arrays import tree
+from ray_jax_ckpt.errors import SnapshotLostError, TreeMismatchError
+from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.model.recovery import Catalog, Stored, Want
+from ray_jax_ckpt.model.shards import Box, box_of, whole
+
+Fetch = Callable[[Sequence[Want], Sequence[np.dtype]], Sequence[np.ndarray]]
+"""Returns one array per wanted box, possibly a read-only view of memory that is valid until the restore ends."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a template is met: see `ray_jax_ckpt.restore`."""
+
+    partial: bool = False
+    cast: bool = False
+
+
+@dataclass
+class Target:
+    """A leaf to be made.
+
+    Attributes:
+        spec: What was saved.
+        number: Which leaf it was.
+        kind: What is wanted: as in `LeafSpec.kind`.
+        dtype: Wanted element type (of the data, for keys).
+        sharding: Where it goes; None for the default device, uncommitted.
+        places: Per addressable device, the box it gets.
+        first: Position of its first wanted box.
+    """
+
+    spec: tree.LeafSpec
+    number: int
+    kind: str
+    dtype: np.dtype
+    sharding: jax.sharding.Sharding | None = None
+    places: list[tuple[Any, Box]] = field(default_factory=list)
+    first: int = 0
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The distinct boxes, in a fixed order."""
+        return list(dict.fromkeys(box for _, box in self.places))
+
+
+class Assembler:
+    """Builds one rank's state from a catalog of stored items.
+
+    Args:
+        indices: One index per rank of the group that took the snapshot, in rank order.
+        rank: The restoring rank.
+        world_size: Of the restoring group.
+    """
+
+    def __init__(self, indices: Sequence[Index], rank: int, world_size: int) -> None:
+        self._indices, self._rank, self._world_size = indices, rank, world_size
+        self._own = indices[rank] if rank < len(indices) else indices[0]
+        self._catalog = Catalog.of(indices)
+        self._specs = [tree.LeafSpec.from_json(dict(leaf)) for leaf in self._own.layout.leaves]
+
+    def restore(self, template: Any, shardings: Any, options: Options, fetch: Fetch) -> Any:
+        """The state in the template's structure; with no template numpy arrays in dictionaries and lists.
+
+        Raises:
+            TreeMismatchError: Template and snapshot do not fit each other.
+            SnapshotLostError: `fetch` or the catalog lacks bytes.
+        """
+        if template is None:
+            targets = [self._to_numpy(number) for number in range(len(self._specs))]
+            leaves = self._build(targets, fetch)
+            return tree.rebuild(self._specs, leaves)[0]
+        flat = tree.flatten(template)
+        problem = tree.mismatch(self._specs, flat, partial=options.partial, cast=options.cast)
+        if problem is not None:
+            raise TreeMismatchError(
+                f"The snapshot of step {self._own.generation.step} does not fit the template:\n{problem}"
+            )
+        numbers = {spec.path: number for number, spec in enumerate(self._specs)}
+        wanted = _broadcast(shardings, flat)
+        targets = [self._target(numbers[p], x, s) for p, x, s in zip(flat.paths, flat.leaves, wanted, strict=True)]
+        return jax.tree_util.tree_unflatten(flat.treedef, self._build(targets, fetch))
+
+    def _to_numpy(self, number: int) -> Target:
+        spec = self._specs[number]
+        kind = "value" if spec.kind == "value" else "numpy"
+        return Target(spec, number, kind, _data_dtype(spec), None, [(None, whole(self._data_shape(number)))])
+
+    def _target(self, number: int, leaf: Any, sharding: Any) -> Target:
+        spec = self._specs[number]
+        if spec.kind == "value":
+            return Target(spec, number, "value", np.dtype(np.uint8))
+        shape = self._data_shape(number)
+        if isinstance(leaf, np.ndarray) and sharding is None:
+            return Target(spec, number, "numpy", leaf.dtype, None, [(None, whole(shape))])
+        if sharding is None and not (isinstance(leaf, jax.Array) and not leaf.committed):  # pyright: ignore
+            sharding = getattr(leaf, "sharding", None)
+        kind = "key" if spec.kind == "key" else "array"
+        dtype = _data_dtype(spec) if kind == "key" else np.dtype(leaf.dtype)
+        if sharding is None:
+            self._check_placeable(number)
+            return Target(spec, number, kind, dtype, None, [(None, whole(shape))])
+        return Target(spec, number, kind, dtype, sharding, _places(sharding, spec, shape))
+
+    def _check_placeable(self, number: int) -> None:
+        if self._world_size > 1 and number not in self._own.layout.local:
+            raise TreeMismatchError(
+                f"{self._specs[number].path}: the snapshot has a global array, and the template does not say how to shard "
+                "it over several processes. Give the template's ShapeDtypeStructs shardings, or pass shardings=."
+            )
+
+    def _data_shape(self, number: int) -> tuple[int, ...]:
+        """Shape of the stored data: that of the leaf, and for keys the dimensions of their data behind it."""
+        spec = self._specs[number]
+        if spec.kind != "key":
+            return spec.shape
+        box = next((stored.item.box for stored in self._candidates(number)), ())
+        return spec.shape + tuple(stop for _, stop in box[len(spec.shape) :])
+
+    def _candidates(self, number: int) -> Sequence[Stored]:
+        if number not in self._own.layout.local:
+            return self._catalog.shared[number]
+        if len(self._indices) == self._world_size:
+            return self._catalog.local[self._rank, number]
+        return self._agreed(number)
+
+    def _agreed(self, number: int) -> Sequence[Stored]:
+        """A process-local leaf in a group of another size: usable only if it was the same everywhere."""
+        copies = [self._catalog.local[index.layout.rank, number] for index in self._indices]
+        contents = {tuple((s.item.box, s.digest) for s in stored) for stored in copies}
+        if len(contents) > 1 or any(not digest for content in contents for _, digest in content):
+            raise TreeMismatchError(
+                f"{self._specs[number].path}: every one of {len(self._indices)} processes snapshotted an array of its own "
+                f"here, and they differ, so {self._world_size} processes cannot share them out. Make it a global array, or "
+                "put per-process state into data=."
+            )
+        return copies[0]
+
+    def _build(self, targets: Sequence[Target], fetch: Fetch) -> list[Any]:
+        wants, dtypes = [], []
+        for target in targets:
+            target.first = len(wants)
+            saved = _data_dtype(target.spec)
+            if target.kind != "value":
+                wants += [Want(box, self._candidates(target.number), saved.itemsize) for box in target.boxes]
+                dtypes += [saved] * len(target.boxes)
+        try:
+            boxes = fetch(wants, dtypes)
+        except KeyError as error:
+            raise SnapshotLostError(self._not_held(targets, int(error.args[0]))) from None
+        leaves = self._device_leaves(targets, boxes)
+        return [leaves[i] if i in leaves else self._host_leaf(target, boxes) for i, target in enumerate(targets)]
+
+    def _not_held(self, targets: Sequence[Target], position: int) -> str:
+        target = max((t for t in targets if t.first <= position and t.kind != "value"), key=lambda t: t.first)
+        return f"No living store holds all of leaf {target.spec.path} of step {self._own.generation.step}."
+
+    def _host_leaf(self, target: Target, boxes: Sequence[np.ndarray]) -> Any:
+        if target.kind == "value":
+            return tree.decode_value(self._value(target.number))
+        return np.array(boxes[target.first], dtype=target.dtype)
+
+    def _value(self, number: int) -> Any:
+        if len(self._indices) != self._world_size:
+            different = [i.layout.rank for i in self._indices if i.values.get(number) != self._own.values.get(number)]
+            if different:
+                raise TreeMismatchError(
+                    f"{self._specs[number].path}: the value differs between the processes that snapshotted it (ranks "
+                    f"{different[:5]} from rank {self._own.layout.rank}), and their number has changed. Put per-process "
+                    "state into data=."
+                )
+        return self._own.values[number]
+
+    def _device_leaves(self, targets: Sequence[Target], boxes: Sequence[np.ndarray]) -> dict[int, jax.Array]:
+        """All device arrays in one batched transfer: a call per leaf would dominate for trees of many small ones."""
+        sources, destinations, owners = [], [], []
+        for position, target in enumerate(targets):
+            if target.kind not in ("array", "key"):
+                continue
+            order = {box: target.first + i for i, box in enumerate(target.boxes)}
+            for device, box in target.places:
+                sources.append(_as(boxes[order[box]], target.dtype))
+                destinations.append(_single(device, target.sharding))
+                owners.append(position)
+        # Never an alias: the sources are buffers that will be reused, and an aliased array could not be donated.
+        moved = jax.device_put(sources, destinations, may_alias=False) if sources else []
+        jax.block_until_ready(moved)
+        pieces: dict[int, list[jax.Array]] = {}
+        for position, array in zip(owners, moved, strict=True):
+            pieces.setdefault(position, []).append(array)
+        # A process that none of an array's devices belong to still gets the (empty) array.
+        everywhere = [i for i, target in enumerate(targets) if target.kind in ("array", "key")]
+        return {i: self._finish(targets[i], pieces.get(i, [])) for i in everywhere}
+
+    def _finish(self, target: Target, pieces: list[jax.Array]) -> jax.Array:
+        if target.sharding is None:
+            array = pieces[0]
+        else:
+            shape = self._data_shape(target.number)
+            physical = _data_sharding(target.sharding, target.spec)
+            array = jax.make_array_from_single_device_arrays(shape, physical, pieces, dtype=target.dtype)
+        if target.kind == "key":
+            return tree.wrap_key(array, str(target.spec.key_impl))
+        return tree.with_weak_type(array, target.spec.weak_type)
+
+
+def _data_dtype(spec: tree.LeafSpec) -> np.dtype:
+    return np.dtype(np.uint8) if spec.kind == "value" else np.dtype(spec.dtype)
+
+
+def _places(
+    sharding: jax.sharding.Sharding, spec: tree.LeafSpec, shape: tuple[int, ...]
+) -> list[tuple[jax.Device, Box]]:
+    tail = whole(shape[len(spec.shape) :])
+    indices = sharding.addressable_devices_indices_map(spec.shape)
+    return [(device, box_of(index or (), spec.shape) + tail) for device, index in indices.items()]
+
+
+def _data_sharding(sharding: jax.sharding.Sharding, spec: tree.LeafSpec) -> jax.sharding.Sharding:
+    """The sharding of a key array's data: the dimensions behind the key's own are not sharded."""
+    if spec.kind != "key" or not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    dims = tuple(sharding.spec) + (None,) * (len(spec.shape) - len(sharding.spec))
+    named = jax.sharding.PartitionSpec(*dims)
+    return jax.sharding.NamedSharding(sharding.mesh, named, memory_kind=sharding.memory_kind)
+
+
+def _single(device: Any, sharding: jax.sharding.Sharding | None) -> Any:
+    if sharding is None:
+        return None
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+
+
+def _as(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def _broadcast(shardings: Any, flat: tree.Flat) -> list[Any]:
+    """One sharding or None per leaf: from a single one, or a tree that is a prefix of the template's."""
+    if shardings is None:
+        return [None] * len(flat.leaves)
+    template = jax.tree_util.tree_unflatten(flat.treedef, flat.leaves)
+    try:
+        spread = jax.tree_util.tree_broadcast(
+            shardings, template, is_leaf=lambda x: x is None or isinstance(x, jax.sharding.Sharding)
+        )
+    except (AttributeError, ValueError) as error:
+        raise TreeMismatchError(f"shardings= is not a prefix of the template: {error}") from error
+    return jax.tree_util.tree_leaves(spread, is_leaf=lambda x: x is None or isinstance(x, jax.sharding.Sharding))

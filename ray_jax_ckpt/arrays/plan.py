@@ -1,0 +1,237 @@
+"""What a rank captures of a state and where it goes: computed once per tree structure, then reused at every snapshot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from ray_jax_ckpt.arrays import tree
+from ray_jax_ckpt.arrays.capture import copy_host, pin
+from ray_jax_ckpt.errors import TreeMismatchError
+from ray_jax_ckpt.model.index import Layout, lay_out
+from ray_jax_ckpt.model.placement import Shard, host_part_id, partners, place, stored_bytes
+from ray_jax_ckpt.model.shards import Box, box_of, whole
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The group that snapshots together.
+
+    Attributes:
+        rank: This process's rank. JAX's process indices are the ranks.
+        domains: Failure domain of every rank.
+        copies: Copies wanted.
+    """
+
+    rank: int
+    domains: tuple[str, ...]
+    copies: int
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One item: which shard of which leaf (None: a numpy leaf) goes to which place in the buffer."""
+
+    leaf: int
+    shard: int | None
+    part: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A rank's layout, how to fill it, and what one generation costs.
+
+    Attributes:
+        layout: Of the rank's buffer.
+        captures: In layout order.
+        values: Leaves kept in the index.
+        stored: Bytes of its own and of peers that each rank's store holds per generation; of `local` leaves only this rank's.
+    """
+
+    layout: Layout
+    captures: tuple[Capture, ...] = field(repr=False)
+    values: tuple[int, ...] = field(repr=False)
+    stored: Mapping[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A state at the time of the call: copies on their way to pinned host memory, numpy copies, encoded values."""
+
+    plan: Plan
+    arrays: list[jax.Array | np.ndarray] = field(repr=False)
+    values: dict[int, Any] = field(repr=False)
+
+    def wait(self) -> None:
+        """Blocks until the copies from the devices are done. Raises what they raised."""
+        jax.block_until_ready([x for x in self.arrays if isinstance(x, jax.Array)])
+
+    def write(self, buffer: np.ndarray, copy: Callable[[np.ndarray, np.ndarray], str]) -> dict[str, list[str]]:
+        """Copies everything into a buffer of `plan.layout.num_bytes`.
+
+        Args:
+            buffer: uint8.
+            copy: Copies its second argument into the first, both uint8 and of one length, and returns the digest.
+
+        Returns:
+            The digests per part, in item order.
+        """
+        digests: dict[str, list[str]] = {part.id: [] for part in self.plan.layout.parts}
+        for item, array in zip(self.plan.captures, self.arrays, strict=True):
+            target = buffer[item.offset : item.offset + item.num_bytes]
+            source = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+            digests[item.part].append(copy(target, source))
+        return digests
+
+
+class Planner:
+    """Keeps the plan of the tree structure that was seen last; a changed tree gets a new one."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._signature: Any = None
+        self._plan: Plan | None = None
+
+    def plan(self, flat: tree.Flat) -> Plan:
+        """The plan for a state.
+
+        Raises:
+            UnsupportedLeafError: A leaf cannot be snapshotted.
+            TreeMismatchError: Two leaves have the same path.
+        """
+        signature = (flat.treedef, tuple(map(_signature, flat.leaves)))
+        if self._plan is None or signature != self._signature:
+            self._plan, self._signature = make_plan(flat, self._topology), signature
+        return self._plan
+
+
+def capture(plan: Plan, flat: tree.Flat) -> Captured:
+    """Dispatches the copies of a state that fits the plan. When it returns, the caller may do with the state what it likes."""
+    data = {leaf: _plain(flat.leaves[leaf]) for leaf in {item.leaf for item in plan.captures}}
+    device = [i for i, item in enumerate(plan.captures) if item.shard is not None]
+    pinned = pin([data[plan.captures[i].leaf].addressable_data(plan.captures[i].shard) for i in device])
+    arrays: list[Any] = [None] * len(plan.captures)
+    for i, array in zip(device, pinned, strict=True):
+        arrays[i] = array
+    for i, item in enumerate(plan.captures):
+        if item.shard is None:
+            arrays[i] = copy_host(data[item.leaf])
+    return Captured(plan, arrays, {leaf: tree.encode_value(flat.leaves[leaf]) for leaf in plan.values})
+
+
+def make_plan(flat: tree.Flat, topology: Topology) -> Plan:
+    """See `Planner.plan`."""
+    specs = [tree.describe(*leaf) for leaf in zip(flat.paths, flat.keys, flat.leaves, strict=True)]
+    _check_paths(flat.paths)
+    shards, local, values = [], [], []
+    for number, (spec, leaf) in enumerate(zip(specs, flat.leaves, strict=True)):
+        if spec.kind == "value":
+            values.append(number)
+        elif _is_global(leaf, topology):
+            shards += _global_shards(number, _plain(leaf))
+        else:
+            local += [(number, *where) for where in _local_shards(_plain(leaf))]
+    parts = place(shards, topology.domains, topology.copies)
+    rank, world_size = topology.rank, len(topology.domains)
+    mine = [part for part in parts if rank in part.keepers]
+    host = (host_part_id(rank), partners(rank, topology.domains, topology.copies), True)
+    contents = [(p.id, p.targets, p.keepers[0] == rank, [(s.leaf, s.box, s.num_bytes) for s in p.shards]) for p in mine]
+    placed = lay_out([*contents, (*host, [(leaf, box, size) for leaf, box, size, _ in local])])
+    where = {(leaf, box): shard for leaf, box, _, shard in local} | _device_numbers(mine, flat.leaves)
+    captures = tuple(
+        Capture(item.leaf, where[item.leaf, item.box], part.id, part.offset + item.offset, item.num_bytes)
+        for part in placed
+        for item in part.items
+    )
+    kept_locally = frozenset(values) | {leaf for leaf, *_ in local}
+    layout = Layout(
+        rank=rank,
+        world_size=world_size,
+        structure=_structure(specs, kept_locally, topology, parts),
+        leaves=tuple(spec.to_json() for spec in specs),
+        local=kept_locally,
+        parts=placed,
+    )
+    return Plan(layout, captures, tuple(values), _with_local(stored_bytes(parts), topology, sum(x[2] for x in local)))
+
+
+def _plain(leaf: Any) -> Any:
+    return tree.key_data(leaf) if tree.is_key(leaf) else leaf
+
+
+def _signature(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, leaf.sharding, getattr(leaf, "weak_type", False)
+    return (leaf.shape, leaf.dtype.str) if isinstance(leaf, np.ndarray) else type(leaf)
+
+
+def _is_global(leaf: Any, topology: Topology) -> bool:
+    """Whether the ranks hold shards of one array. What a process of several can see whole is its own, never a replica."""
+    return isinstance(leaf, jax.Array) and (len(topology.domains) == 1 or not leaf.is_fully_addressable)
+
+
+def _num_bytes(box: Box, dtype: Any) -> int:
+    size = np.dtype(dtype).itemsize
+    for start, stop in box:
+        size *= stop - start
+    return size
+
+
+def _global_shards(number: int, array: jax.Array) -> list[Shard]:
+    """The unique regions of a global array, with the ranks that hold each."""
+    holders: dict[Box, set[int]] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        holders.setdefault(box_of(index, array.shape), set()).add(device.process_index)
+    return [Shard(number, box, _num_bytes(box, array.dtype), tuple(sorted(ranks))) for box, ranks in holders.items()]
+
+
+def _local_shards(leaf: Any) -> list[tuple[Box, int, int | None]]:
+    """The unique regions of a leaf that this process has to itself: box, bytes, number among its addressable shards."""
+    if isinstance(leaf, np.ndarray):
+        return [(whole(leaf.shape), leaf.nbytes, None)]
+    unique: dict[Box, int] = {}
+    for position, shard in enumerate(leaf.addressable_shards):
+        unique.setdefault(box_of(shard.index, leaf.shape), position)
+    return [(box, _num_bytes(box, leaf.dtype), position) for box, position in unique.items()]
+
+
+def _device_numbers(parts: Sequence[Any], leaves: Sequence[Any]) -> dict[tuple[int, Box], int | None]:
+    return {
+        (leaf, box): position
+        for leaf in {shard.leaf for part in parts for shard in part.shards}
+        for box, _, position in _local_shards(_plain(leaves[leaf]))
+    }
+
+
+def _check_paths(paths: Sequence[str]) -> None:
+    if len(set(paths)) < len(paths):
+        double = sorted({path for path in paths if paths.count(path) > 1})
+        raise TreeMismatchError(f"Leaves with the same path cannot be told apart when they are restored: {double[:5]}.")
+
+
+def _structure(specs: Sequence[tree.LeafSpec], local: frozenset[int], topology: Topology, parts: Any) -> str:
+    """Digest of what all ranks must agree on: paths, the global leaves' shapes and dtypes, the placement."""
+    leaves = [[s.path, s.kind, *([] if i in local else [s.shape, s.dtype])] for i, s in enumerate(specs)]
+    placement = [[part.id, part.num_bytes] for part in parts]
+    return hashlib.sha256(json.dumps([leaves, topology.domains, placement]).encode()).hexdigest()[:16]
+
+
+def _with_local(
+    stored: Mapping[int, tuple[int, int]], topology: Topology, local_bytes: int
+) -> dict[int, tuple[int, int]]:
+    """Adds the host part: every rank's is taken to be as large as this one's."""
+    totals = {rank: stored.get(rank, (0, 0)) for rank in range(len(topology.domains))}
+    totals = {rank: (own + local_bytes, peer) for rank, (own, peer) in totals.items()}
+    for rank in range(len(topology.domains)):
+        for target in partners(rank, topology.domains, topology.copies):
+            own, peer = totals[target]
+            totals[target] = (own, peer + local_bytes)
+    return totals

@@ -1,0 +1,177 @@
+"""The callback in Ray Train's controller that ties a run to its snapshots."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_jax_ckpt import _ray_compat, session
+from ray_jax_ckpt.config import SnapshotConfig
+from ray_jax_ckpt.memory import fleet
+from ray_jax_ckpt.memory.coordinator import Coordinator, RunIdentity
+from ray_jax_ckpt.memory.messages import Member
+
+logger = logging.getLogger(__name__)
+
+FINISH_TIMEOUT_S = 20.0
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _safe(hook: Hook) -> Hook:
+    """A hook that never raises: an exception in one ends the run in spite of `max_failures`."""
+
+    @functools.wraps(hook)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(self, *args, **kwargs)
+        except Exception:
+            logger.exception("CheckpointManager.%s failed; training goes on without what it does.", hook.__name__)
+            return None
+
+    return guarded  # pyright: ignore[reportReturnType]
+
+
+class CheckpointManager(
+    _ray_compat.ReportCallback, _ray_compat.WorkerGroupCallback, _ray_compat.ControllerCallback
+):
+    """Keeps snapshots of a run in memory and restores the newest complete one when Ray Train restarts the workers.
+
+    Give it to `RunConfig(callbacks=[CheckpointManager(...)])`. The run is its storage path and name: a new driver with
+    the same ones finds what still lives of it. It pickles (Ray ships it to the controller), its hooks never raise and
+    never wait for a worker, a store or storage: they only send asynchronous calls to the run's coordinator.
+
+    Args:
+        snapshot: What is kept in memory, and how. None: the defaults of `SnapshotConfig`.
+
+    Raises:
+        ConfigError: `snapshot` is no SnapshotConfig.
+    """
+
+    def __init__(self, snapshot: SnapshotConfig | None = None) -> None:
+        self._config = session.check_config(SnapshotConfig() if snapshot is None else snapshot)
+        self._coordinator: ActorHandle | None = None
+        self._decision: Any = None
+        self._failed = False
+
+    # The controller.
+
+    @_safe
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Starts the run's coordinator beside the controller, owned by it."""
+        if _ray_compat.max_failures(train_run_context) == 0:
+            warnings.warn(
+                "FailureConfig(max_failures=0), Ray's default: nothing will restart after a failure, so no snapshot will ever "
+                "be restored. Set RunConfig(failure_config=FailureConfig(max_failures=...)).",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        filesystem, path = _ray_compat.storage_filesystem(train_run_context), _ray_compat.run_path(train_run_context)
+        identity = RunIdentity(fleet.run_digest(_describe(filesystem), path), path, filesystem)
+        here = ray.get_runtime_context().get_node_id()
+        self._coordinator = (
+            ray.remote(Coordinator)
+            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
+            .remote(identity, self._config)
+        )
+        self._coordinator.open.remote()
+
+    @_safe
+    def after_controller_finish(self, result: Any) -> None:
+        """A run that ended well needs its stores no more; those of one that failed wait for a new driver for a while."""
+        if self._coordinator is not None:
+            ray.get(self._coordinator.finish.remote(keep=result.error is not None), timeout=FINISH_TIMEOUT_S)
+
+    @_safe
+    def before_controller_abort(self) -> None:
+        """The stores stay for a while: the run may be started again."""
+        if self._coordinator is not None:
+            ray.get(self._coordinator.finish.remote(keep=True), timeout=FINISH_TIMEOUT_S)
+
+    # Worker groups.
+
+    @_safe
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """Notes the time."""
+        self._record("worker_group_start")
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Asks for the restore decision while the workers still have to start JAX. Returns no arguments."""
+        self._ask_for_decision(workers)
+        return {}
+
+    @_safe
+    def _ask_for_decision(self, workers: list[Any]) -> None:
+        self._decision, self._failed = None, False
+        self._record("workers_ready", num_workers=len(workers))
+        if self._coordinator is not None:
+            members = group_members(workers, self._config)
+            self._decision = self._coordinator.begin_attempt.remote(members)
+
+    @_safe
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Sends each worker two calls, which it runs in order and before the train function: arm, and decide.
+
+        The second one waits for the decision. If that fails the worker stays armed, and its train function raises when it
+        asks for the checkpoint instead of starting afresh.
+        """
+        self._record("backend_ready")
+        if self._coordinator is not None and self._decision is not None:
+            wiring = session.Wiring(self._coordinator, self._config)
+            worker_group.execute_async(session.arm, wiring)
+            worker_group.execute_async(session.decide, self._decision)
+
+    @_safe
+    def after_worker_group_training_start(self, worker_group: Any) -> None:
+        """Notes the time."""
+        self._record("training_start")
+
+    @_safe
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Notes the first failure that the controller sees of a group."""
+        errors = _ray_compat.failures_of(worker_group_status)
+        if errors and not self._failed:
+            self._failed = True
+            self._record("worker_group_failed", errors={rank: text[:500] for rank, text in errors.items()})
+
+    @_safe
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        """Notes the time."""
+        self._record("worker_group_stopping")
+
+    @_safe
+    def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
+        """Notes the time."""
+        self._record("worker_group_shutdown")
+
+    def _record(self, event: str, **fields: Any) -> None:
+        if self._coordinator is not None:
+            self._coordinator.record.remote(event, time.time(), fields)
+
+
+def group_members(workers: list[Any], config: SnapshotConfig) -> tuple[Member, ...]:
+    """The members of a group of Ray Train workers, numbered per node, with their failure domains."""
+    labels = {node["NodeID"]: node.get("Labels", {}) for node in ray.nodes() if node["Alive"]}
+    domains = fleet.failure_domains(labels, config.failure_domain, config.copies)
+    seen: dict[str, int] = defaultdict(int)
+    members = []
+    for rank, worker in enumerate(workers):
+        node = worker.metadata.node_id
+        members.append(Member(rank, node, worker.metadata.node_ip, seen[node], domains.get(node, node)))
+        seen[node] += 1
+    return tuple(members)
+
+
+def _describe(filesystem: Any) -> str:
+    """Kind and endpoint of a filesystem, without credentials."""
+    endpoint = getattr(filesystem, "endpoint_override", "") or getattr(filesystem, "region", "")
+    return f"{filesystem.type_name} {endpoint}"

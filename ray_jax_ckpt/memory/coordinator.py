@@ -1,0 +1,421 @@
+"""The actor that keeps a run's books: who holds what, what is complete, what may be freed, what is restored."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow.fs
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayError
+
+from ray_jax_ckpt.config import SnapshotConfig
+from ray_jax_ckpt.errors import (
+    CheckpointError,
+    RestoreTimeoutError,
+    SnapshotError,
+    SnapshotLostError,
+    SnapshotTimeoutError,
+)
+from ray_jax_ckpt.memory import fleet
+from ray_jax_ckpt.memory.barrier import Barrier
+from ray_jax_ckpt.memory.messages import Decision, Group, Inventory, Located, Member
+from ray_jax_ckpt.model import books as books_
+from ray_jax_ckpt.model.books import Books, Held, Status
+from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.model.recovery import choose_push
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.model.slots import Lease
+from ray_jax_ckpt.observe.events import EventLog
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+# A living store answers in milliseconds; one that does not within this is left out of a recovery's decision.
+STORE_TIMEOUT_S = 10.0
+STORE_START_TIMEOUT_S = 60.0
+SETTLE_DELAY_S = 0.01
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Which run this is, and where its directory lies."""
+
+    digest: str
+    path: str
+    filesystem: pyarrow.fs.FileSystem | None
+
+
+class Coordinator:
+    """One per run, an asyncio actor owned by the train controller's process (it dies with the driver).
+
+    It holds nothing that the stores do not hold: a new one rebuilds its books from their inventories.
+    """
+
+    def __init__(self, run: RunIdentity, config: SnapshotConfig) -> None:
+        self._run, self._config = run, config
+        self._books = Books(copies=config.copies)
+        self._stores: dict[str, ActorHandle] = {}
+        self._addresses: dict[str, str] = {}
+        self._nodes: dict[str, str] = {}
+        self._early: dict[str, list[Held]] = {}
+        self._members: tuple[Member, ...] = ()
+        self._secret = ""
+        self._changed = asyncio.Condition()
+        self._barrier = Barrier()
+        self._settling: asyncio.TimerHandle | None = None
+        self._events = EventLog(run.filesystem, run.path)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._opened = asyncio.Lock()
+
+    # Life.
+
+    async def open(self) -> None:
+        """Finds and takes over what lives of this run. Idempotent; every other call does it first."""
+        async with self._opened:
+            if self._secret:
+                return
+            handles = await asyncio.to_thread(fleet.living_stores, self._run.digest)
+            inventories = await self._ask({name: store.inventory.remote() for name, store in handles.items()})
+            for name, inventory in inventories.items():
+                self._adopt(handles[name], inventory)
+            self._secret = next((one.secret for one in inventories.values()), "") or secrets.token_urlsafe(32)
+            self._spawn(self._beat())
+
+    async def finish(self, keep: bool) -> None:
+        """The run is over. Stores end now, or (`keep`) when nobody has taken them over for their orphan timeout."""
+        await self.open()
+        if not keep:
+            for handle in self._stores.values():
+                ray.kill(handle)
+            self._stores.clear()
+        await asyncio.to_thread(self._events.flush, STORE_TIMEOUT_S)
+
+    def record(self, event: str, at: float, fields: dict[str, Any]) -> None:
+        """Adds an event to the run's log."""
+        self._events.add(event, at=at, **fields)
+
+    # A worker group starts.
+
+    async def begin_attempt(self, members: tuple[Member, ...]) -> Decision:
+        """Fences older attempts, chooses what is restored, and gives every member a store. One decision for all ranks.
+
+        The newest generation that the stores can serve completely, with digests verified, is chosen; one that fails the
+        verification is passed over by all ranks together.
+        """
+        await self.open()
+        attempt = self._books.attempt + 1
+        await self._refresh(attempt)
+        located = await self._choose(attempt)
+        self._members = members
+        handles = {member.rank: self._store_of(member) for member in members}
+        self._spawn(self._form_group(attempt, handles))
+        step = located.generation.step if located else None
+        self._events.add(
+            "decision", attempt=attempt, step=step, generation=str(located.generation) if located else None
+        )
+        return Decision(attempt, members, handles, self._secret, located)
+
+    async def replace_store(self, rank: int, attempt: int) -> ActorHandle:
+        """A rank found its store dead: a new, empty one on the same node."""
+        member = self._members[rank]
+        name = fleet.store_name(self._run.digest, member)
+        self._lose(name)
+        handles = {one.rank: self._store_of(one) for one in self._members}
+        if attempt == self._books.attempt:
+            self._spawn(self._form_group(attempt, handles))
+        return handles[rank]
+
+    # Stores and workers report.
+
+    async def held(self, report: Held) -> None:
+        """A store holds more verified parts than before."""
+        if report.store not in self._books.domains:
+            self._early.setdefault(report.store, []).append(report)
+            return
+        before = self._books.entries.get(report.generation)
+        self._books = books_.held(self._books, report)
+        entry = self._books.entries.get(report.generation)
+        if entry is not None and entry.abandoned and not (before and before.abandoned):
+            logger.warning("Step %d cannot be restored: %s.", report.generation.step, entry.abandoned)
+        await self._notify()
+
+    async def abandon(self, generation: Generation, reason: str, world_size: int) -> None:
+        """A rank did not take, or could not store, this generation: it can never become complete."""
+        if generation.attempt == self._books.attempt:
+            self._books = books_.abandoned(self._books, generation, reason, world_size)
+            self._events.add("abandoned", step=generation.step, reason=reason)
+            await self._notify()
+
+    # Workers ask.
+
+    async def latest(self) -> Generation | None:
+        """The newest complete generation."""
+        await self.open()
+        return next(iter(self._books.complete()), None)
+
+    async def must_wait(self) -> bool:
+        """Whether a generation was abandoned since the newest complete one: busy ranks then wait instead of skipping."""
+        newest = next(iter(self._books.complete()), None)
+        return any(e.abandoned and (newest is None or g > newest) for g, e in self._books.entries.items())
+
+    async def wait(self, generation: Generation, status: Status, timeout_s: float) -> tuple[int, int]:
+        """Waits until a generation is complete or protected.
+
+        Returns:
+            Distinct domains that every part of it (or of what replaced it) is in, and copies wanted.
+
+        Raises:
+            SnapshotError: It was abandoned.
+            SnapshotTimeoutError: It was not ready in time; the message says what is missing.
+        """
+        good = (Status.COMPLETE, Status.PROTECTED) if status is Status.COMPLETE else (Status.PROTECTED,)
+        deadline = time.monotonic() + timeout_s
+        async with self._changed:
+            while True:
+                entry = self._books.entries.get(generation)
+                if entry is not None and entry.abandoned:
+                    raise SnapshotError(f"The snapshot of step {generation.step} was abandoned: {entry.abandoned}.")
+                ready = [g for g in self._books.entries if g >= generation and self._books.status(g) in good]
+                if ready:
+                    return min(map(len, self._books.covered(min(ready)))), self._config.copies
+                try:
+                    await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+                except TimeoutError:
+                    raise SnapshotTimeoutError(self._not_ready(generation, status, timeout_s)) from None
+
+    async def locate(self, generation: Generation, rank: int) -> Located:
+        """Leases a complete generation for a reader, and says where it is. `confirm` ends the lease.
+
+        Raises:
+            SnapshotLostError: It is not complete (any more).
+        """
+        attempt = self._books.attempt
+        located = await self._locate(generation, Lease(f"restore {attempt} {rank}", generation, attempt))
+        if located is None:
+            held = [g.step for g in self._books.complete()]
+            raise SnapshotLostError(
+                f"Step {generation.step} (generation {generation}) is not held completely; complete steps: {held}."
+            )
+        return located
+
+    async def confirm(self, rank: int, number: int, generation: Generation, timeout_s: float) -> None:
+        """Every rank says what it restored, and goes on when all said the same.
+
+        Raises:
+            RestoreError: Ranks restored different generations.
+            RestoreTimeoutError: Ranks that have not come in time; they are named.
+        """
+        key = (self._books.attempt, number)
+        try:
+            await self._barrier.meet(key, rank, str(generation), len(self._members), timeout_s)
+        except RestoreTimeoutError as error:
+            raise RestoreTimeoutError(f"Restoring step {generation.step}: {error}") from None
+        for handle in self._stores.values():
+            handle.unlease.remote(f"restore {self._books.attempt} {rank}")
+
+    # Inside: stores come and go.
+
+    async def _ask(self, refs: Mapping[str, Any]) -> dict[str, Any]:
+        """Answers of stores by name, without those that failed or did not answer in time."""
+
+        async def one(name: str, ref: Any) -> tuple[str, Any]:
+            try:
+                return name, (await asyncio.wait_for(ref, STORE_TIMEOUT_S),)
+            except (RayError, CheckpointError, TimeoutError) as error:
+                logger.debug("Store %s did not answer: %r", name, error)
+                return name, None
+
+        answers = await asyncio.gather(*(one(name, ref) for name, ref in refs.items()))
+        return {name: answer[0] for name, answer in answers if answer is not None}
+
+    def _adopt(self, handle: ActorHandle, inventory: Inventory) -> None:
+        """Takes a living store into the books with exactly what it says that it holds."""
+        name = inventory.name
+        self._stores[name], self._addresses[name] = handle, inventory.address
+        self._nodes[name] = inventory.node_id
+        self._books = books_.store_joined(self._books, name, inventory.domain, inventory.attempt)
+        # What it reported between its answer and this line is not in the answer.
+        for report in (*inventory.held, *self._early.pop(name, ())):
+            self._books = books_.held(self._books, report)
+        handle.serve.remote(ray.get_runtime_context().current_actor)
+
+    async def _refresh(self, attempt: int) -> None:
+        """Rebuilds the books from what the living stores say, after they refuse writes of older attempts."""
+        handles = dict(self._stores)
+        await self._ask({name: handle.fence.remote(attempt) for name, handle in handles.items()})
+        inventories = await self._ask({name: handle.inventory.remote() for name, handle in handles.items()})
+        for name in handles.keys() - inventories.keys():
+            self._lose(name)
+        for name, inventory in inventories.items():
+            self._adopt(handles[name], inventory)
+
+    def _lose(self, name: str) -> None:
+        self._stores.pop(name, None)
+        if name in self._books.domains:
+            self._books = books_.store_lost(self._books, name)
+            self._events.add("store_lost", store=name)
+
+    async def _lost(self, name: str) -> None:
+        """A store is dead: the newest complete generation gets its copies back without waiting for the next snapshot."""
+        self._lose(name)
+        self._restore_copies()
+        await self._notify()
+
+    def _store_of(self, member: Member) -> ActorHandle:
+        name = fleet.store_name(self._run.digest, member)
+        return self._stores.get(name) or fleet.create_store(
+            self._run.digest, member, self._secret, self._config.orphan_timeout_s, self._config.timeout_s
+        )
+
+    async def _form_group(self, attempt: int, handles: Mapping[int, ActorHandle]) -> None:
+        """Waits for the group's stores, tells them of each other, and brings the restored generation back to its copies."""
+        refs = {str(rank): handle.inventory.remote() for rank, handle in handles.items()}
+        answers = {int(rank): answer for rank, answer in (await self._ask_long(refs)).items()}
+        for rank, inventory in answers.items():
+            if inventory.name not in self._books.domains:
+                self._adopt(handles[rank], inventory)
+        names = {rank: inventory.name for rank, inventory in answers.items()}
+        self._books = books_.group_formed(self._books, attempt, names.values())
+        group = Group(attempt, {rank: self._addresses[name] for rank, name in names.items()}, names)
+        await self._ask({names[rank]: handles[rank].join_group.remote(group) for rank in names})
+        self._restore_copies()
+        await self._notify()
+
+    async def _ask_long(self, refs: Mapping[str, Any]) -> dict[str, Any]:
+        """Like `_ask`, for stores that may still be starting."""
+        await asyncio.wait(
+            [asyncio.ensure_future(_settled(ref)) for ref in refs.values()], timeout=STORE_START_TIMEOUT_S
+        )
+        return await self._ask(refs)
+
+    async def _beat(self) -> None:
+        """Tells the stores that the run lives, and notices those that do not."""
+        while True:
+            handles = dict(self._stores)
+            refs = {name: handle.heartbeat.remote() for name, handle in handles.items()}
+            for name, ref in refs.items():
+                try:
+                    await asyncio.wait_for(ref, STORE_TIMEOUT_S)
+                except ActorDiedError:
+                    logger.warning("Store %s died; what only it held is lost.", name)
+                    await self._lost(name)
+                except (RayError, TimeoutError) as error:
+                    logger.warning("Store %s does not answer: %r", name, error)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    # Inside: generations.
+
+    async def _choose(self, attempt: int) -> Located | None:
+        """Walks back, newest first, to a generation whose every part some store holds intact."""
+        while True:
+            books, choice = books_.attempt_started(self._books, attempt)
+            if choice is None or await self._verified(choice):
+                break
+            logger.warning("Step %d is damaged; all ranks go back to an older one.", choice.step)
+        self._books = books_.attempt_started(self._books, attempt)[0]
+        await self._notify()
+        return None if choice is None else await self._locate(choice)
+
+    async def _verified(self, generation: Generation) -> bool:
+        """Has every holder digest its parts again, and strikes bad ones out. Whether the generation is still complete."""
+        if not self._config.verify:
+            return True
+        holders = self._holders(generation)
+        stores = {name for names in holders.values() for name in names}
+        good = await self._ask({name: self._stores[name].verify.remote(generation) for name in stores})
+        for name in stores - good.keys():
+            self._lose(name)
+        for name, parts in good.items():
+            bad = {part for part, names in holders.items() if name in names} - parts
+            if bad:
+                logger.warning("Store %s: parts %s of step %d are damaged.", name, sorted(bad), generation.step)
+                self._books = books_.dropped(self._books, name, generation, bad)
+        return generation in self._books.complete()
+
+    async def _locate(self, generation: Generation, lease: Lease | None = None) -> Located | None:
+        """Where the parts and the indices are; with a lease, kept there. None if it is not complete."""
+        if generation not in self._books.complete():
+            return None
+        holders = self._holders(generation)
+        stores = {name for names in holders.values() for name in names}
+        if lease is not None:
+            leased = await self._ask({name: self._stores[name].lease.remote(lease) for name in stores})
+            stores &= leased.keys()
+        answers = await self._ask({name: self._stores[name].view.remote(generation) for name in stores})
+        indices = {Index.from_bytes(raw).layout.rank: raw for _, found in answers.values() for raw in found}
+        views = {name: view for name, (view, _) in answers.items()}
+        kept = {
+            part: tuple(n for n in names if n in views and part in views[n].places) for part, names in holders.items()
+        }
+        world_size = self._books.entries[generation].world_size
+        if not all(kept.values()) or indices.keys() != set(range(world_size)):
+            return None
+        return Located(generation, world_size, tuple(indices[rank] for rank in sorted(indices)), kept, views)
+
+    def _holders(self, generation: Generation) -> dict[str, list[str]]:
+        entry = self._books.entries[generation]
+        return {part: sorted(stores & self._stores.keys()) for part, stores in entry.holders.items()}
+
+    def _restore_copies(self) -> None:
+        newest = next(iter(self._books.complete()), None)
+        if newest is None:
+            return
+        lacking = self._books.undercovered(newest)
+        jobs: dict[tuple[str, str], list[str]] = {}
+        for part, source, target in choose_push(
+            lacking, self._books.domains, self._books.receivers(), self._books.wanted()
+        ):
+            jobs.setdefault((source, target), []).append(part)
+        for (source, target), parts in jobs.items():
+            self._stores[source].push.remote(newest, tuple(parts), target, self._addresses[target])
+
+    async def _notify(self) -> None:
+        """Wakes waiters now, and looks for free buffers soon: many reports come together."""
+        if self._settling is None:
+            self._settling = asyncio.get_running_loop().call_later(SETTLE_DELAY_S, self._settle)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _settle(self) -> None:
+        """Tells the stores which generations are free, and ends stores that nobody needs any more."""
+        self._settling = None
+        free = self._books.releasable()
+        if free:
+            for handle in self._stores.values():
+                handle.release.remote(free)
+            self._books = books_.released(self._books, free)
+        for name in self._books.idle():
+            ray.kill(self._stores[name])
+            self._lose(name)
+
+    def _not_ready(self, generation: Generation, status: Status, timeout_s: float) -> str:
+        if generation not in self._books.entries:
+            found = "no store has reported any of it"
+        elif missing := self._books.missing(generation):
+            found = f"no verified copy of {missing[:5]}{' and more' if len(missing) > 5 else ''}"
+        else:
+            found = f"too few copies of {sorted(self._books.undercovered(generation))[:5]}"
+        ranks = {name: m.rank for m in self._members for name in [fleet.store_name(self._run.digest, m)]}
+        silent = sorted(rank for name, rank in ranks.items() if name not in self._books.domains)
+        return (
+            f"Step {generation.step} was not {status} within {timeout_s:g} s: {found}; ranks without a living store: {silent}. "
+            "Every rank has to snapshot the same steps; raise timeout_s if copying needs longer."
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _settled(ref: Any) -> None:
+    with contextlib.suppress(RayError, CheckpointError):
+        await ref

@@ -1,0 +1,89 @@
+"""The stores of a run: their names, how they are created on a node, and how those that live are found again."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_jax_ckpt.memory.messages import Member
+from ray_jax_ckpt.memory.store import ReplicaStore, StoreOptions
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "ray_jax_ckpt"
+# A store answers many callers at once, and some of them wait inside: for a buffer, for a peer, for a digest.
+MAX_CONCURRENT_CALLS = 64
+TPU_SLICE_LABEL = "ray.io/tpu-slice-name"
+
+
+def run_digest(filesystem: str, run_path: str) -> str:
+    """Identity of a run: the kind (and endpoint, without credentials) of its filesystem and its path there."""
+    return hashlib.sha256(f"{filesystem}\n{run_path}".encode()).hexdigest()[:16]
+
+
+def store_name(run: str, member: Member) -> str:
+    """Name of the store of the run's `index`-th worker on a node. Needs no memory of earlier attempts to be found."""
+    return f"{run}:{member.node_id[:16]}:{member.index}"
+
+
+def living_stores(run: str) -> dict[str, ActorHandle]:
+    """Handles of the run's detached stores, by name, whoever created them. Some may have died without Ray knowing yet."""
+    found = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{run}:"):
+            try:
+                found[actor["name"]] = ray.get_actor(actor["name"], namespace=NAMESPACE)
+            except ValueError:
+                logger.debug("Store %s ended while it was looked up.", actor["name"])
+    return found
+
+
+def create_store(run: str, member: Member, secret: str, orphan_timeout_s: float, timeout_s: float) -> ActorHandle:
+    """Starts (or finds) the store of a member. Returns at once: calls queue until it is up.
+
+    Detached, so that it outlives workers, controller and driver; on the member's node and nowhere else; no CPUs, no
+    accelerator, so that it never competes with training for resources.
+    """
+    options = StoreOptions(
+        name=store_name(run, member),
+        node_id=member.node_id,
+        node_ip=member.node_ip,
+        domain=member.domain,
+        slots=2,
+        orphan_timeout_s=orphan_timeout_s,
+        timeout_s=timeout_s,
+    )
+    actor = ray.remote(ReplicaStore).options(
+        name=options.name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=0,
+        max_concurrency=MAX_CONCURRENT_CALLS,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(member.node_id, soft=False),
+    )
+    return actor.remote(options, secret)
+
+
+def failure_domains(nodes: dict[str, dict[str, str]], setting: str, copies: int) -> dict[str, str]:
+    """The failure domain of every node.
+
+    Args:
+        nodes: Labels of each node, by node id.
+        setting: `SnapshotConfig.failure_domain`.
+        copies: Copies wanted: "auto" takes TPU slices only if there are that many.
+
+    Returns:
+        Domain by node id. A node without the label is a domain of its own.
+    """
+    if setting == "auto":
+        slices = {labels.get(TPU_SLICE_LABEL) for labels in nodes.values()} - {None}
+        setting = TPU_SLICE_LABEL if len(slices) >= max(copies, 2) else "node"
+    if setting == "node":
+        return {node: node for node in nodes}
+    return {node: labels.get(setting, node) for node, labels in nodes.items()}

@@ -1,0 +1,125 @@
+"""What workers, stores and the coordinator tell each other in Ray calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ray.actor import ActorHandle
+
+from ray_jax_ckpt.memory.arena import SegmentHandle
+from ray_jax_ckpt.model.books import Held
+from ray_jax_ckpt.model.shards import Generation
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a worker group and where it runs.
+
+    Attributes:
+        rank: World rank.
+        node_id: Ray's id of its node.
+        node_ip: Address of the node.
+        index: Position among the run's workers on that node: with it a restarted worker finds the store it had before.
+        domain: What fails together with it.
+    """
+
+    rank: int
+    node_id: str
+    node_ip: str
+    index: int
+    domain: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part lies in a store: the segment that a process on the same node maps, and the offset in it."""
+
+    segment: SegmentHandle
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StoreView:
+    """A store as a reader sees it: its node, its Flight address, and its places of one generation's parts."""
+
+    name: str
+    node_id: str
+    address: str
+    places: Mapping[str, Place] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Located:
+    """A complete generation, leased until the reader says that it is done.
+
+    Attributes:
+        generation: Which.
+        world_size: Ranks of the group that took it.
+        indices: One encoded `Index` per rank of that group.
+        holders: Per part, the stores that hold a verified copy.
+        stores: By name.
+    """
+
+    generation: Generation
+    world_size: int
+    indices: tuple[bytes, ...] = field(repr=False)
+    holders: Mapping[str, tuple[str, ...]] = field(repr=False)
+    stores: Mapping[str, StoreView] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a new worker group is told: one per attempt, the same for all ranks.
+
+    Attributes:
+        attempt: Number of this start of a worker group.
+        members: The ranks.
+        stores: Every rank's store. One that is still starting queues the calls it gets.
+        secret: The run's, for reading stores on other nodes.
+        located: What is restored, or None if memory holds nothing complete.
+    """
+
+    attempt: int
+    members: tuple[Member, ...]
+    stores: Mapping[int, ActorHandle] = field(repr=False)
+    secret: str = field(repr=False)
+    located: Located | None
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Leave to fill a slot of a store. `room` is what its segment offers, at least what was asked for."""
+
+    slot: int
+    segment: SegmentHandle
+    room: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a store is told of the worker group that it serves.
+
+    Attributes:
+        attempt: The group's.
+        addresses: Flight address of each rank's store.
+        names: Name of each rank's store.
+    """
+
+    attempt: int
+    addresses: Mapping[int, str]
+    names: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A store's answer to the question who it is and what it holds."""
+
+    name: str
+    node_id: str
+    domain: str
+    address: str
+    attempt: int
+    secret: str = field(repr=False)
+    held: tuple[Held, ...]

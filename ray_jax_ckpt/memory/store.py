@@ -1,0 +1,426 @@
+"""The actor that holds snapshots of one worker and of its peers, and outlives the training processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from ray.actor import ActorHandle
+
+from ray_jax_ckpt.errors import SnapshotLostError, SnapshotTimeoutError, StaleAttemptError, StoreError
+from ray_jax_ckpt.memory.arena import Arena, Segment, process_alive, process_start_time
+from ray_jax_ckpt.memory.digest import digest
+from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, Place, StoreView
+from ray_jax_ckpt.memory.pusher import Pusher, PushJob
+from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PartSpan, PushHeader
+from ray_jax_ckpt.model import slots as slots_
+from ray_jax_ckpt.model.books import Held
+from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.model.slots import Lease, Slots
+
+logger = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 0.5
+
+
+@dataclass
+class Content:
+    """What is in a held slot: the encoded and parsed indices of the ranks it came from, and each part's place."""
+
+    raw: list[bytes] = field(repr=False)
+    indices: list[Index] = field(repr=False)
+    places: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """How a store is set up.
+
+    Attributes:
+        name: Its identity: run, node and index on that node.
+        node_id: Ray's id of its node.
+        node_ip: Where its Flight server listens.
+        domain: Its failure domain.
+        slots: Buffers that each source may use.
+        orphan_timeout_s: It ends itself so long after the last heartbeat.
+        timeout_s: Bound of its own waits.
+    """
+
+    name: str
+    node_id: str
+    node_ip: str
+    domain: str
+    slots: int
+    orphan_timeout_s: float
+    timeout_s: float
+
+
+class ReplicaStore:
+    """Snapshot memory of one worker, run as a detached actor (`num_cpus=0`, several calls at once, no jax).
+
+    Life: created by the coordinator on a worker's node; found by name and taken over by later attempts and by new drivers of the
+    same run; ends itself when heartbeats stop for `orphan_timeout_s`, and at once when its raylet is gone (a store of a
+    dead node must not go on answering). All methods may be called at any time and from any thread.
+    """
+
+    def __init__(self, options: StoreOptions, secret: str) -> None:
+        self._options, self._secret = options, secret
+        self._arena = Arena()
+        self._changed = threading.Condition()
+        self._slots = Slots(options.name, per_source=options.slots)
+        self._segments: dict[int, Segment] = {}
+        self._contents: dict[int, Content] = {}
+        self._receiving: dict[tuple[str, str], int] = {}
+        self._coordinator: ActorHandle | None = None
+        self._group: Group | None = None
+        self._last_heartbeat = time.monotonic()
+        self._pusher = Pusher(self._send)
+        self._clients = FlightClients(secret)
+        self._server = FlightServer(secret, self, options.node_ip)
+        self._raylet = os.getppid()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    # Who it is.
+
+    def inventory(self) -> Inventory:
+        """Who this store is and what it holds."""
+        with self._changed:
+            held = tuple(self._report(generation) for generation in sorted(self._slots.generations()))
+            options, attempt = self._options, self._slots.attempt
+        return Inventory(
+            options.name, options.node_id, options.domain, self._server.address, attempt, self._secret, held
+        )
+
+    def heartbeat(self) -> None:
+        """The run's controller is alive."""
+        self._last_heartbeat = time.monotonic()
+
+    def held_bytes(self) -> int:
+        """Memory of all buffers, free ones included."""
+        return self._arena.nbytes_held
+
+    def pid(self) -> int:
+        """Process id of this store."""
+        return os.getpid()
+
+    def serve(self, coordinator: ActorHandle) -> None:
+        """From now on this store reports to `coordinator`."""
+        self._coordinator = coordinator
+        self.heartbeat()
+
+    def fence(self, attempt: int) -> None:
+        """Refuses writes of attempts before this one, for ever."""
+        with self._changed:
+            self._update(slots_.fence(self._slots, attempt))
+
+    def join_group(self, group: Group) -> None:
+        """Whom to push to in the group's attempt. Raises StaleAttemptError if a newer one has started."""
+        self.fence(group.attempt)
+        with self._changed:
+            self._group = group
+            self._changed.notify_all()
+
+    # Its own worker writes.
+
+    def begin(self, attempt: int, generation: Generation, num_bytes: int, writer: str, timeout_s: float) -> Grant:
+        """Grants the worker a buffer, waiting until an older generation has been replaced.
+
+        Raises:
+            StaleAttemptError: A newer attempt has started.
+            SnapshotTimeoutError: No buffer became free in time.
+            MemoryLimitError: The node cannot give that much memory.
+        """
+        slot = self._await_slot(attempt, generation, self._options.name, writer, timeout_s)
+        segment = self._allocate(slot, num_bytes)
+        return Grant(slot, segment.handle(), segment.nbytes)
+
+    def commit(self, attempt: int, slot: int, raw_index: bytes) -> None:
+        """The worker has filled the slot; the store reports it and pushes what peers are to get.
+
+        Raises:
+            StaleAttemptError: A newer attempt has started.
+            StoreError: The slot is not this attempt's.
+        """
+        index = Index.from_bytes(raw_index)
+        places = {part.id: (part.offset, part.num_bytes) for part in index.layout.parts}
+        with self._changed:
+            slots = slots_.commit(self._slots, slot, attempt)
+            self._contents[slot] = Content([raw_index], [index], places)
+            self._update(slots)
+        self._tell(index.generation)
+        self._push_own(index)
+
+    def cancel(self, slot: int) -> None:
+        """The worker failed to fill the slot and does not touch it again."""
+        with self._changed:
+            self._update(slots_.cancel(self._slots, slot))
+
+    # Peers write (called by the Flight server).
+
+    def begin_receive(self, header: PushHeader) -> np.ndarray:
+        """A buffer for what a peer pushes; waits for one, bounded. See `transfer.Provider`."""
+        source, generation = header.source, Generation.parse(header.generation)
+        slot = self._await_slot(header.attempt, generation, source, "", self._options.timeout_s)
+        segment = self._allocate(slot, header.total_bytes)
+        with self._changed:
+            self._receiving[source, header.generation] = slot
+        return segment.view()[: header.total_bytes]
+
+    def end_receive(self, header: PushHeader, ok: bool) -> None:
+        """The push is over: verified, or failed."""
+        with self._changed:
+            slot = self._receiving.pop((header.source, header.generation))
+            if not ok:
+                self._update(slots_.cancel(self._slots, slot))
+                return
+            try:
+                raw = [text.encode() for text in json.loads(header.meta)]
+                content = Content(
+                    raw, [Index.from_bytes(one) for one in raw], {p.id: (p.offset, p.nbytes) for p in header.parts}
+                )
+                slots = slots_.commit(self._slots, slot, header.attempt)
+            except (ValueError, StoreError):
+                self._update(slots_.cancel(self._slots, slot))
+                raise
+            self._contents[slot] = content
+            self._update(slots)
+        self._tell(Generation.parse(header.generation))
+
+    # Reading.
+
+    def read(self, generation: str, part: str, offset: int, nbytes: int) -> memoryview:
+        """Bytes of a held part, not copied. See `transfer.Provider`."""
+        with self._changed:
+            segment, start, size = self._find(Generation.parse(generation), part)
+        if offset < 0 or nbytes < 0 or offset + nbytes > size:
+            raise StoreError(f"{part} of generation {generation} has {size} bytes; asked for {nbytes} at {offset}.")
+        return memoryview(segment.view())[start + offset : start + offset + nbytes]
+
+    def view(self, generation: Generation) -> tuple[StoreView, list[bytes]]:
+        """Where this store's parts of a generation lie, and the indices it holds of it."""
+        with self._changed:
+            places, raw = {}, []
+            for key in self._slots.holding(generation):
+                content, segment = self._contents[key], self._segments[key].handle()
+                places |= {part: Place(segment, offset, size) for part, (offset, size) in content.places.items()}
+                raw += content.raw
+        return StoreView(self._options.name, self._options.node_id, self._server.address, places), raw
+
+    def verify(self, generation: Generation) -> frozenset[str]:
+        """Digests everything held of a generation again, drops what is bad, and returns the good parts."""
+        with self._changed:
+            contents = {key: self._contents[key] for key in self._slots.holding(generation)}
+            segments = {key: self._segments[key].view() for key in contents}
+        good: set[str] = set()
+        for key, content in contents.items():
+            bad = {part for part in content.places if not _intact(content, part, segments[key])}
+            good |= content.places.keys() - bad
+            with self._changed:
+                for part in bad:
+                    content.places.pop(part, None)
+        return frozenset(good)
+
+    def lease(self, hold: Lease) -> None:
+        """Keeps a generation readable. Raises StaleAttemptError or StoreError (nothing held)."""
+        with self._changed:
+            self._update(slots_.lease(self._slots, hold))
+
+    def unlease(self, lease_id: str) -> None:
+        """Ends a lease."""
+        with self._changed:
+            self._update(slots_.unlease(self._slots, lease_id))
+
+    def release(self, generations: Iterable[Generation]) -> None:
+        """These are abandoned, or better covered newer ones replace them."""
+        gone = set(generations)
+        self._pusher.forget(gone)
+        with self._changed:
+            self._update(slots_.release(self._slots, gone))
+
+    def push(self, generation: Generation, parts: tuple[str, ...], target: str, address: str) -> None:
+        """Copies held parts to another store (re-replication). Returns at once; the receiver reports what arrived."""
+        with self._changed:
+            attempt = self._slots.attempt
+        self._pusher.enqueue(PushJob(generation, parts, attempt, target, target=(target, address)))
+
+    # Inside.
+
+    def _await_slot(self, attempt: int, generation: Generation, source: str, writer: str, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                slots, slot = slots_.grant(self._slots, generation, source, attempt, writer)
+                if slot is not None:
+                    self._slots = slots
+                    return slot
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    taken = [f"{s.generation} ({s.phase})" for s in self._slots.of_source(source).values()]
+                    raise SnapshotTimeoutError(
+                        f"Store {self._options.name} had no free buffer for generation {generation} within {timeout_s:g} s: "
+                        f"they hold {', '.join(taken)}. A peer that is slow or gone keeps them; raise timeout_s or look there."
+                    )
+                self._changed.wait(min(left, WATCH_INTERVAL_S))
+
+    def _allocate(self, slot: int, num_bytes: int) -> Segment:
+        try:
+            segment = self._arena.allocate(num_bytes)
+        except BaseException:
+            self.cancel(slot)
+            raise
+        with self._changed:
+            if slot not in self._slots.used:
+                self._arena.free(segment)
+                raise StoreError(f"{self._options.name}: slot {slot} was taken back while its buffer was made.")
+            self._segments[slot] = segment
+        return segment
+
+    def _update(self, slots: Slots) -> None:
+        """Installs a new state and frees the segments of slots that it does not have (the lock is held)."""
+        self._slots = slots
+        for key in [key for key in self._segments if key not in slots.used]:
+            self._contents.pop(key, None)
+            self._arena.free(self._segments.pop(key))
+        self._changed.notify_all()
+
+    def _find(self, generation: Generation, part: str) -> tuple[Segment, int, int]:
+        for key in self._slots.holding(generation):
+            place = self._contents[key].places.get(part)
+            if place is not None:
+                return self._segments[key], *place
+        raise SnapshotLostError(f"Store {self._options.name} does not hold {part} of generation {generation}.")
+
+    def _report(self, generation: Generation) -> Held:
+        contents = [self._contents[key] for key in self._slots.holding(generation)]
+        indices = [index for content in contents for index in content.indices]
+        announced = frozenset(part.id for index in indices for part in index.layout.parts)
+        parts = frozenset(part for content in contents for part in content.places)
+        layout = indices[0].layout
+        return Held(self._options.name, generation, layout.world_size, parts, announced, layout.structure)
+
+    def _tell(self, generation: Generation) -> None:
+        with self._changed:
+            report = self._report(generation) if self._slots.holding(generation) else None
+        if report is not None and self._coordinator is not None:
+            self._coordinator.held.remote(report)
+
+    def _push_own(self, index: Index) -> None:
+        by_rank: dict[int, list[str]] = {}
+        for part in index.layout.parts:
+            for rank in part.targets if part.pushed else ():
+                by_rank.setdefault(rank, []).append(part.id)
+        for rank, parts in by_rank.items():
+            attempt = index.generation.attempt
+            self._pusher.enqueue(PushJob(index.generation, tuple(parts), attempt, f"rank {rank}", rank=rank))
+
+    def _send(self, job: PushJob) -> None:
+        """One push, in a thread of the pusher. The lease keeps its bytes from being reused half way."""
+        name, address = job.target or self._peer(job)
+        hold = Lease(f"push {job.generation} to {name}", job.generation, None)
+        try:
+            self.lease(hold)
+        except StoreError as error:
+            raise SnapshotLostError(str(error)) from error
+        try:
+            header, buffers = self._materialize(job)
+            self._clients.push(address, header, buffers, timeout_s=self._options.timeout_s)
+        finally:
+            self.unlease(hold.id)
+
+    def _peer(self, job: PushJob) -> tuple[str, str]:
+        """Name and address of a rank's store. They may still be on their way when the first snapshot is committed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._group is not None and self._group.attempt >= job.attempt, self._options.timeout_s
+            )
+            group = self._group
+        if group is None or group.attempt < job.attempt:
+            raise StoreError(f"{self._options.name} was not told the peers of attempt {job.attempt}.")
+        if group.attempt > job.attempt:
+            raise StaleAttemptError(f"Attempt {job.attempt} has been replaced by {group.attempt}.")
+        return group.names[job.rank or 0], group.addresses[job.rank or 0]
+
+    def _materialize(self, job: PushJob) -> tuple[PushHeader, list[memoryview]]:
+        """Header and bytes of a push, looked up when it is its turn."""
+        with self._changed:
+            pieces, seen = [], set()
+            for key in self._slots.holding(job.generation):
+                content = self._contents[key]
+                for part in [p for p in job.parts if p in content.places and p not in seen]:
+                    seen.add(part)
+                    pieces.append((content, self._segments[key].view(), part))
+        if not pieces:
+            raise SnapshotLostError(f"{self._options.name} does not hold generation {job.generation} any more.")
+        return push_message(job, self._options.name, pieces)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(WATCH_INTERVAL_S)
+            if os.getppid() != self._raylet:
+                # A node whose raylet died is dead to the cluster; a store that went on answering would be a zombie.
+                os._exit(0)
+            if time.monotonic() - self._last_heartbeat > self._options.orphan_timeout_s:
+                logger.warning("%s: no sign of life of its run, ending.", self._options.name)
+                os._exit(0)
+            self._forget_dead_writers()
+
+    def _forget_dead_writers(self) -> None:
+        with self._changed:
+            for writer in {slot.writer for slot in self._slots.used.values() if slot.writer}:
+                pid, started = writer.split(":")
+                if not process_alive(int(pid), int(started)):
+                    self._update(slots_.writer_gone(self._slots, writer))
+
+
+def writer_identity() -> str:
+    """Identity of the calling process as a writer, safe against reuse of process ids."""
+    return f"{os.getpid()}:{process_start_time(os.getpid())}"
+
+
+def _checks(content: Content, part: str) -> Iterable[tuple[int, int, str]]:
+    for index in content.indices:
+        for layout in index.layout.parts:
+            if layout.id == part:
+                return index.checks(layout)
+    raise StoreError(f"No index describes part {part}.")
+
+
+def _intact(content: Content, part: str, buffer: np.ndarray) -> bool:
+    start, size = content.places[part]
+    checks = list(_checks(content, part))
+    return all(
+        not expected
+        or (offset + length <= size and digest(buffer[start + offset : start + offset + length]) == expected)
+        for offset, length, expected in checks
+    )
+
+
+def push_message(
+    job: PushJob, source: str, pieces: list[tuple[Content, np.ndarray, str]]
+) -> tuple[PushHeader, list[memoryview]]:
+    """What travels in a push: its header, with the indices of every rank involved, and the parts' bytes."""
+    spans, digests, buffers, raw, offset = [], [], [], {}, 0
+    for content, buffer, part in pieces:
+        start, size = content.places[part]
+        spans.append(PartSpan(id=part, offset=offset, nbytes=size))
+        digests += [(offset + at, length, expected) for at, length, expected in _checks(content, part) if expected]
+        buffers.append(memoryview(buffer)[start : start + size])
+        raw |= {index.layout.rank: text for index, text in zip(content.indices, content.raw, strict=True)}
+        offset += size
+    header = PushHeader(
+        attempt=job.attempt,
+        generation=str(job.generation),
+        source=source,
+        parts=tuple(spans),
+        total_bytes=offset,
+        meta=json.dumps([text.decode() for text in raw.values()]),
+        digests=tuple(digests),
+    )
+    return header, buffers

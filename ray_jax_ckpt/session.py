@@ -1,0 +1,284 @@
+"""What a worker process knows of its attempt: set by the manager's start hook before the train function runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from ray_jax_ckpt import _ray_compat
+from ray_jax_ckpt.arrays.plan import Plan, Planner, Topology, capture
+from ray_jax_ckpt.arrays.tree import encode_value, flatten
+from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint
+from ray_jax_ckpt.config import SnapshotConfig
+from ray_jax_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    DataStateError,
+    MemoryLimitError,
+    NoSessionError,
+    SnapshotError,
+    SnapshotTimeoutError,
+    StepError,
+)
+from ray_jax_ckpt.memory.arena import available_bytes
+from ray_jax_ckpt.memory.messages import Decision
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.model.slots import Lease
+from ray_jax_ckpt.pipeline import GRACE_S, Job, Pipeline
+
+logger = logging.getLogger(__name__)
+
+BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What the start hook knows when the decision is still being made."""
+
+    coordinator: ActorHandle
+    config: SnapshotConfig
+
+
+class Session:
+    """One worker's part in one attempt. Its methods are called from the training thread."""
+
+    def __init__(self, wiring: Wiring, decision: Decision, rank: int) -> None:
+        self.coordinator, self.config, self.decision, self.rank = wiring.coordinator, wiring.config, decision, rank
+        self.restores = 0
+        self.committed_any = False
+        self._handle: SnapshotCheckpoint | None = None
+        self._last_step: int | None = None
+        self._planner = Planner(Topology(rank, tuple(m.domain for m in decision.members), wiring.config.copies))
+        self._checked: Plan | None = None
+        self._pipeline = Pipeline(
+            decision.stores[rank],
+            lambda: self.ask(self.coordinator.replace_store.remote(rank, decision.attempt)),
+            attempt=decision.attempt,
+            verify=wiring.config.verify,
+            timeout_s=wiring.config.timeout_s,
+            failed=self._abandon,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return len(self.decision.members)
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of this worker's node."""
+        return self.decision.members[self.rank].node_id
+
+    # Snapshots.
+
+    def snapshot(
+        self, step: int, state: Any, data: Any, metrics: dict[str, Any], force: bool, timeout_s: float
+    ) -> SnapshotCheckpoint | None:
+        """See `ray_jax_ckpt.snapshot`."""
+        self._check_step(step)
+        if self._handle is not None and step == self._handle.step:
+            self._handle.metrics.update(metrics)
+            return self._handle
+        if not force and step % self.config.every_n_steps != 0:
+            return None
+        generation = Generation(self.decision.attempt, self.restores, step)
+        flat = flatten(state)
+        plan = self._planner.plan(flat)
+        self._check_memory(plan)
+        if not self._make_way(generation, force, timeout_s):
+            return None
+        lease = Lease(f"handle {generation}", generation, generation.attempt) if force else None
+        grant = self._pipeline.reserve(generation, plan.layout.num_bytes, lease, timeout_s) if lease else None
+        handle = SnapshotCheckpoint(generation, metrics)
+        job = Job(generation, capture(plan, flat), _data_state(data), handle.metrics, lease, grant)
+        self._pipeline.submit(job)
+        if lease is not None:
+            weakref.finalize(handle, self._pipeline.unlease, lease.id)
+        self.committed_any, self._last_step, self._handle = True, step, handle
+        return handle
+
+    @property
+    def latest_generation(self) -> Generation | None:
+        """The last one that this rank took."""
+        return self._handle.generation if self._handle is not None else None
+
+    def restored(self, generation: Generation) -> None:
+        """A new line of steps begins at a restored generation."""
+        self.restores += 1
+        self._last_step, self._handle = generation.step, None
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until this rank's last snapshot is stored; raises what went wrong."""
+        self._pipeline.drain(timeout_s)
+
+    def _check_step(self, step: Any) -> None:
+        if isinstance(step, bool) or not hasattr(step, "__index__"):
+            raise StepError(f"step must be an int, got {step!r} of type {type(step).__name__}. Pass int(step).")
+        if step < 0:
+            raise StepError(f"step must not be negative, got {step}.")
+        if self._last_step is not None and step < self._last_step:
+            raise StepError(
+                f"Step {step} comes after step {self._last_step} in the same attempt. Going back needs restore(), which "
+                "starts a new line; otherwise steps must grow."
+            )
+
+    def _make_way(self, generation: Generation, force: bool, timeout_s: float) -> bool:
+        """Waits for the previous snapshot, or skips this one. False: skipped."""
+        if self._pipeline.idle(0):
+            return True
+        if self.config.on_busy == "skip" and not force and not self._must_wait():
+            reason = f"rank {self.rank} was still storing an earlier step"
+            warnings.warn(f"Snapshot of step {generation.step} skipped: {reason}.", RuntimeWarning, stacklevel=4)
+            self._abandon(generation, reason)
+            return False
+        if self._pipeline.idle(timeout_s):
+            return True
+        text = (
+            f"rank {self.rank} on node {self.node_id} was still storing an earlier step after {timeout_s:g} s; raise "
+            "SnapshotConfig.timeout_s, or snapshot less often"
+        )
+        if force:
+            raise SnapshotTimeoutError(f"Snapshot of step {generation.step}: {text}.")
+        warnings.warn(f"Snapshot of step {generation.step} skipped: {text}.", RuntimeWarning, stacklevel=4)
+        self._abandon(generation, text)
+        return False
+
+    def _must_wait(self) -> bool:
+        try:
+            return self.ask(self.coordinator.must_wait.remote())
+        except CheckpointError:
+            return True
+
+    def _abandon(self, generation: Generation, reason: str) -> None:
+        self.coordinator.abandon.remote(generation, reason, self.world_size)
+
+    def _check_memory(self, plan: Plan) -> None:
+        """What all stores on this node will hold, compared with what it may take. Once per tree structure."""
+        if plan is self._checked:
+            return
+        ranks = [member.rank for member in self.decision.members if member.node_id == self.node_id]
+        own, peer = (sum(plan.stored[rank][side] for rank in ranks) for side in (0, 1))
+        staging = sum(plan.stored[rank][0] for rank in ranks)
+        total = BUFFERS * (own + peer) + staging
+        text = (
+            f"Snapshots take {_gb(total)} on this node ({len(ranks)} workers): {BUFFERS} x {_gb(own)} of its own shards, "
+            f"{BUFFERS} x {_gb(peer)} of peers, {_gb(staging)} of staging while one is copied"
+        )
+        logger.info("%s.", text)
+        held = sum(self._held_bytes(rank) for rank in ranks)
+        free = available_bytes()
+        limits = {"max_bytes": self.config.max_bytes, "the node's free memory": None if free is None else free + held}
+        for name, limit in limits.items():
+            if limit is not None and total > limit:
+                raise MemoryLimitError(
+                    f"{text}; {name} allows {_gb(limit)}. Use fewer copies (now {self.config.copies}), more nodes, or a "
+                    "larger SnapshotConfig.max_bytes."
+                )
+        self._checked = plan
+
+    def _held_bytes(self, rank: int) -> int:
+        try:
+            return self.ask(self.decision.stores[rank].held_bytes.remote())
+        except CheckpointError:
+            return 0
+
+    # Calls.
+
+    def ask(self, ref: Any, timeout_s: float | None = None) -> Any:
+        """The answer of an actor.
+
+        Raises:
+            CheckpointError: What the actor raised.
+            SnapshotError: It did not answer in time, or is gone.
+        """
+        timeout_s = (timeout_s or self.config.timeout_s) + GRACE_S
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, CheckpointError) else SnapshotError(str(error))) from None
+        except GetTimeoutError:
+            raise SnapshotTimeoutError(f"The run's coordinator or store did not answer within {timeout_s:g} s.") from None
+        except RayError as error:
+            raise SnapshotError(f"The run's coordinator or store cannot be reached: {error}") from error
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Adds an event to the run's log; returns at once."""
+        self.coordinator.record.remote(event, time.time(), {"rank": self.rank, **fields})
+
+
+_current: Session | Wiring | None = None
+
+
+def arm(wiring: Wiring) -> None:
+    """First call of the start hook on a worker: until the decision is here, nobody may take `None` for an answer."""
+    global _current
+    _current = wiring
+    before = _ray_compat.set_checkpoint(UndecidedCheckpoint())
+    _reported.append(before)
+
+
+def decide(decision: Decision) -> None:
+    """Second call of the start hook, with the decision: from now on `get_checkpoint()` gives what is restored."""
+    global _current
+    wiring = _current
+    if not isinstance(wiring, Wiring):
+        raise NoSessionError("A decision came before its worker was armed.")
+    _current = Session(wiring, decision, _ray_compat.world_rank())
+    located, reported = decision.located, _reported.pop()
+    _ray_compat.set_checkpoint(reported if located is None else SnapshotCheckpoint(located.generation))
+
+
+_reported: list[Any] = []
+
+
+def current() -> Session:
+    """This worker's session.
+
+    Raises:
+        NoSessionError: There is none; the message says what to do.
+    """
+    if isinstance(_current, Session):
+        return _current
+    if isinstance(_current, Wiring):
+        raise NoSessionError(
+            "This attempt's restore decision has not arrived, so snapshots cannot be numbered. Failing the attempt; the "
+            "manager's log says why."
+        )
+    raise NoSessionError(
+        "Not in the train function of a run with a CheckpointManager. Call this inside the function that JaxTrainer runs, "
+        "with at least one worker (num_workers=0 runs without a controller), and add "
+        "RunConfig(callbacks=[ray_jax_ckpt.CheckpointManager()])."
+    )
+
+
+def _data_state(data: Any) -> Any:
+    """Per-process state as JSON, taken now."""
+    if data is None:
+        return None
+    get_state = getattr(data, "get_state", None)
+    try:
+        return encode_value(get_state() if callable(get_state) else data)
+    except (CheckpointError, TypeError) as error:
+        raise DataStateError(
+            f"data= of type {type(data).__name__} cannot be saved: {error} Give an object with get_state() and set_state() "
+            "whose state is made of numbers, strings, bytes, small arrays, lists and dictionaries."
+        ) from error
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def check_config(config: Any) -> SnapshotConfig:
+    """Refuses anything but a `SnapshotConfig`, at construction."""
+    if not isinstance(config, SnapshotConfig):
+        raise ConfigError(f"snapshot= takes a SnapshotConfig, got {type(config).__name__}.")
+    return config

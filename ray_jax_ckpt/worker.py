@@ -1,0 +1,225 @@
+"""What a train function calls: `snapshot`, `restore`, `wait`, `latest`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray.train
+
+from ray_jax_ckpt.arrays.assemble import Assembler, Options
+from ray_jax_ckpt.arrays.tree import decode_value
+from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint, undecided
+from ray_jax_ckpt.errors import ConfigError, DataStateError, NotSupportedError
+from ray_jax_ckpt.memory.messages import Located
+from ray_jax_ckpt.memory.reader import Reader
+from ray_jax_ckpt.model.books import Status
+from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.session import Session, current
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore` gives back.
+
+    Attributes:
+        state: The state, in the template's structure.
+        step: The step it was snapshotted at; training goes on at the next.
+        data: This rank's `data` state as it was saved, or None.
+        data_by_rank: Every rank's, of the group that took the snapshot.
+        metrics: This rank's metrics, as numbers.
+        source: The slowest tier that bytes came from: "memory:local" or "memory:peer".
+    """
+
+    state: Any = field(repr=False)
+    step: int
+    data: Any = field(repr=False)
+    data_by_rank: Mapping[int, Any] = field(repr=False)
+    metrics: Mapping[str, float]
+    source: str
+
+
+def snapshot(
+    step: int,
+    state: Any,
+    *,
+    data: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+    force: bool = False,
+    timeout_s: float | None = None,
+) -> SnapshotCheckpoint | None:
+    """Keeps the training state of a step in memory that outlives this process. All ranks call it at the same steps.
+
+    It returns when the copies from the devices are dispatched; storing, digesting and replicating go on in the background.
+    What the snapshot holds is the state at the call: afterwards it may be donated, deleted, or mutated in place.
+
+    Args:
+        step: The training step, an int that grows within an attempt unless `restore` was called.
+        state: Any pytree: arrays, PRNG keys, numpy arrays, numbers, strings, None. Arrays that span processes are
+            stored once per shard; what a process of several has to itself (host values, its own arrays) is kept per rank.
+        data: This process's own state, such as its data iterator: an object with `get_state`, or plain values.
+        metrics: Numbers or scalar arrays; fetched from the devices in the background.
+        force: Take it although no `every_n_steps` is due, and keep it until the handle is collected.
+        timeout_s: Bound of waiting for the previous snapshot and for a buffer. None: `SnapshotConfig.timeout_s`.
+
+    Returns:
+        A handle, or None if no snapshot is due or it was skipped (with a warning). The same step again returns the same
+        handle without copying again; metrics that come before it is stored are merged.
+
+    Raises:
+        StepError, UnsupportedLeafError, DataStateError, MemoryLimitError, NoSessionError: The call cannot work; nothing was
+            taken.
+        SnapshotError: Only with `force`: it could not be taken in time. Without it failures are warnings.
+    """
+    session = current()
+    return session.snapshot(
+        step, state, data, dict(metrics or {}), force, session.config.timeout_s if timeout_s is None else timeout_s
+    )
+
+
+def restore(
+    checkpoint: Any,
+    abstract_state: Any = None,
+    *,
+    data: Any = None,
+    partial: bool = False,
+    cast: bool = False,
+    shardings: Any = None,
+    timeout_s: float | None = None,
+) -> Restored:
+    """Brings a snapshot back, on any mesh. All ranks call it; it returns when all have restored the same one.
+
+    Args:
+        checkpoint: What `ray.train.get_checkpoint()` returned, or a handle of `snapshot` (waits until it is complete).
+        abstract_state: A tree of arrays or `jax.ShapeDtypeStruct`s with shardings; their mesh and the number of processes
+            may differ from those of the snapshot. None gives numpy arrays in dictionaries and lists.
+        data: An object whose `set_state` gets this rank's saved `data`.
+        partial: The template may lack leaves that the snapshot has.
+        cast: Arrays may be converted to the template's dtype.
+        shardings: A sharding for all leaves, or a tree of them (a prefix of the template) that counts against the template's.
+        timeout_s: Bound of each wait: for completeness, for transfers, for other ranks. None: `SnapshotConfig.timeout_s`.
+
+    Raises:
+        TreeMismatchError: Template and snapshot differ: by path, both sides.
+        DataStateError: `data` cannot be put back, for one because the number of processes has changed (`data_by_rank` of a
+            restore without `data=` has every rank's).
+        SnapshotLostError: Some part is on no living store.
+        RestoreTimeoutError: Other ranks, or bytes, did not come in time.
+        NotSupportedError: The checkpoint is not a snapshot of this package.
+    """
+    session = current()
+    bound = session.config.timeout_s if timeout_s is None else timeout_s
+    handle = _snapshot_of(checkpoint)
+    session.record("restore_begin", step=handle.step)
+    located = _locate(session, handle, bound)
+    indices = [Index.from_bytes(raw) for raw in located.indices]
+    state, source = _read(session, located, indices, abstract_state, shardings, Options(partial, cast), bound)
+    states = {index.layout.rank: None if index.data is None else decode_value(index.data) for index in indices}
+    own = states.get(session.rank) if len(indices) == session.world_size else None
+    if data is not None:
+        _put_back(data, own, len(indices), session.world_size)
+    number = session.restores + 1
+    session.ask(session.coordinator.confirm.remote(session.rank, number, handle.generation, bound), bound)
+    session.restored(handle.generation)
+    session.record("restore_end", step=handle.step, source=source)
+    metrics = indices[session.rank if session.rank < len(indices) else 0].metrics
+    return Restored(state, handle.step, own, states, dict(metrics), source)
+
+
+def wait(timeout_s: float | None = None) -> None:
+    """Waits until this rank's last snapshot is protected: in `copies` failure domains, or in all that live.
+
+    Any rank may call it. Returns at once if nothing was snapshotted. Fewer living domains than `copies` is a warning.
+
+    Raises:
+        SnapshotError: It failed or was abandoned.
+        SnapshotTimeoutError: It was not protected in time; the message says what is missing.
+    """
+    session = current()
+    bound = session.config.timeout_s if timeout_s is None else timeout_s
+    session.drain(bound)
+    generation = session.latest_generation
+    if generation is None:
+        return
+    found, wanted = session.ask(session.coordinator.wait.remote(generation, Status.PROTECTED, bound), bound)
+    if found < wanted:
+        warnings.warn(
+            f"Step {generation.step} is in {found} failure domain(s), copies={wanted} were asked for: more domains do not "
+            "live. The loss of one may lose it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def latest(timeout_s: float | None = None) -> int | None:
+    """The step of the newest complete snapshot, or None. Any rank may call it; ranks may see it at different times.
+
+    Raises:
+        SnapshotError: The run's coordinator does not answer.
+    """
+    session = current()
+    generation = session.ask(session.coordinator.latest.remote(), timeout_s)
+    return None if generation is None else generation.step
+
+
+def _snapshot_of(checkpoint: Any) -> SnapshotCheckpoint:
+    if isinstance(checkpoint, SnapshotCheckpoint):
+        return checkpoint
+    if isinstance(checkpoint, UndecidedCheckpoint):
+        raise undecided()
+    if checkpoint is None:
+        raise ConfigError(
+            "restore(None): there is nothing to restore. Check `get_checkpoint()` for None and initialise the state instead."
+        )
+    if isinstance(checkpoint, ray.train.Checkpoint | str | os.PathLike):
+        raise NotSupportedError(
+            f"{checkpoint} is not a snapshot in memory: this version restores those only. Load it with Orbax."
+        )
+    raise ConfigError(f"restore takes what ray.train.get_checkpoint() or snapshot() returned, got {type(checkpoint)}.")
+
+
+def _locate(session: Session, handle: SnapshotCheckpoint, timeout_s: float) -> Located:
+    located = session.decision.located
+    # Nothing that this attempt restores can be freed before every rank has stored a newer generation.
+    if located is not None and located.generation == handle.generation and not session.committed_any:
+        return located
+    if handle.generation.attempt == session.decision.attempt:
+        if session.latest_generation == handle.generation:
+            session.drain(timeout_s)
+        session.ask(session.coordinator.wait.remote(handle.generation, Status.COMPLETE, timeout_s), timeout_s)
+    return session.ask(session.coordinator.locate.remote(handle.generation, session.rank), timeout_s)
+
+
+def _read(
+    session: Session,
+    located: Located,
+    indices: list[Index],
+    template: Any,
+    shardings: Any,
+    options: Options,
+    timeout_s: float,
+) -> tuple[Any, str]:
+    assembler = Assembler(indices, session.rank, session.world_size)
+    secret, verify = session.decision.secret, session.config.verify
+    with Reader(located, session.node_id, secret, verify=verify, timeout_s=timeout_s) as reader:
+        state = assembler.restore(template, shardings, options, reader.fetch)
+    return state, "memory:peer" if reader.used_peers else "memory:local"
+
+
+def _put_back(data: Any, saved: Any, saved_world_size: int, world_size: int) -> None:
+    set_state = getattr(data, "set_state", None)
+    if not callable(set_state):
+        raise DataStateError(
+            f"data= of type {type(data).__name__} has no set_state(). Leave data= away and take Restored.data."
+        )
+    if saved_world_size != world_size:
+        raise DataStateError(
+            f"data= was saved by {saved_world_size} processes and cannot be handed to {world_size}. Leave data= away, and "
+            "divide Restored.data_by_rank among them."
+        )
+    if saved is None:
+        raise DataStateError("The snapshot holds no data= of this rank. Leave data= away here, or give it to snapshot().")
+    set_state(saved)

@@ -1,0 +1,88 @@
+"""Placement: copies in distinct domains, natural replicas first, balanced, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_jax_ckpt.model.placement import Shard, partners, place, stored_bytes
+
+
+@st.composite
+def groups(draw: st.DrawFn):
+    world = draw(st.integers(1, 8))
+    domains = [draw(st.sampled_from("abcd")) for _ in range(world)]
+    copies = draw(st.integers(1, 4))
+    holders = st.sets(st.integers(0, world - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
+    shards = [
+        Shard(leaf, ((0, size),), size, draw(holders))
+        for leaf, size in enumerate(draw(st.lists(st.integers(0, 50), max_size=20)))
+    ]
+    return shards, domains, copies
+
+
+@given(groups())
+def test_every_shard_is_in_as_many_domains_as_asked_for_or_exist(case):
+    shards, domains, copies = case
+    parts = place(shards, domains, copies)
+    assert sorted((s.leaf for p in parts for s in p.shards)) == [s.leaf for s in shards]
+    for part in parts:
+        where = [domains[rank] for rank in (*part.keepers, *part.targets)]
+        assert len(where) == len(set(where)) == min(copies, len(set(domains)))
+
+
+@given(groups())
+def test_only_holders_keep_and_bytes_travel_only_where_no_holder_lives(case):
+    shards, domains, copies = case
+    for part in place(shards, domains, copies):
+        for shard in part.shards:
+            assert set(part.keepers) <= set(shard.holders)
+            natural = {domains[rank] for rank in shard.holders}
+            assert len(part.keepers) == min(copies, len(natural))
+
+
+@given(groups())
+def test_a_rank_that_knows_only_its_own_shards_plans_them_the_same(case):
+    shards, domains, copies = case
+    everything = {p.id: p for p in place(shards, domains, copies)}
+    for rank in range(len(domains)):
+        mine = place([s for s in shards if rank in s.holders], domains, copies)
+        kept = [p for p in mine if rank in p.keepers]
+        assert kept == [p for p in everything.values() if rank in p.keepers]
+
+
+def test_replicated_shards_are_spread_over_their_holders():
+    shards = [Shard(leaf, (), 10, (0, 1, 2, 3)) for leaf in range(100)]
+    totals = stored_bytes(place(shards, "abcd", 2))
+    assert [totals[rank] for rank in range(4)] == [(500, 0)] * 4
+
+
+def test_one_large_shard_does_not_draw_the_small_ones_to_its_place():
+    shards = [Shard(0, (), 1000, (0, 1)), *(Shard(leaf, (), 100, (0, 1)) for leaf in range(1, 11))]
+    totals = stored_bytes(place(shards, "ab", 1))
+    assert totals[0] == totals[1] == (1000, 0)
+
+
+def test_two_ranks_each_push_what_only_they_hold():
+    shards = [Shard(0, ((0, 2),), 8, (0,)), Shard(0, ((2, 4),), 8, (1,)), Shard(1, (), 4, (0, 1))]
+    parts = {part.id: part for part in place(shards, ["n0", "n1"], 2)}
+    assert {(p.keepers, p.targets) for p in parts.values()} == {((0,), (1,)), ((1,), (0,)), ((0, 1), ())}
+
+
+@given(groups())
+def test_partners_are_in_other_domains_each_in_another(case):
+    _, domains, copies = case
+    for rank in range(len(domains)):
+        found = [domains[partner] for partner in partners(rank, domains, copies)]
+        assert len(found) == len(set(found)) == min(copies, len(set(domains))) - 1
+        assert domains[rank] not in found
+
+
+@pytest.mark.parametrize("per_node", [1, 4])
+def test_no_store_receives_from_everybody(per_node):
+    domains = [f"n{rank // per_node}" for rank in range(8)]
+    received = Counter(partner for rank in range(8) for partner in partners(rank, domains, 2))
+    assert set(received.values()) == {1}

@@ -1,0 +1,115 @@
+"""A store's buffers: who may write, what is kept, what a new attempt takes away."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_jax_ckpt.errors import StaleAttemptError, StoreError
+from ray_jax_ckpt.model import slots as slots_
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.model.slots import Lease, Phase, Slots
+
+G1, G2, G3 = (Generation(1, 0, step) for step in (10, 20, 30))
+
+
+def granted(slots: Slots, generation: Generation, source: str = "me", attempt: int = 1) -> tuple[Slots, int]:
+    slots, key = slots_.grant(slots, generation, source, attempt, "42:7")
+    assert key is not None
+    return slots, key
+
+
+def filled(slots: Slots, generation: Generation, source: str = "me") -> Slots:
+    slots, key = granted(slots, generation, source)
+    return slots_.commit(slots, key, 1)
+
+
+def test_a_source_has_two_buffers_and_waits_for_one_when_both_are_taken():
+    slots = filled(filled(Slots("me"), G1), G2)
+    assert slots_.grant(slots, G3, "me", 1, "42:7")[1] is None
+    assert slots_.grant(slots, G3, "peer", 1, "")[1] is not None
+    assert slots_.grant(slots_.release(slots, [G1]), G3, "me", 1, "42:7")[1] is not None
+
+
+def test_only_committed_buffers_hold_something():
+    slots, key = granted(Slots("me"), G1)
+    assert slots.generations() == set()
+    assert slots.holding(G1) == {}
+    assert slots_.commit(slots, key, 1).generations() == {G1}
+
+
+def test_the_same_generation_is_not_taken_twice_from_one_source():
+    slots = filled(Slots("me"), G1)
+    with pytest.raises(StoreError, match="already has"):
+        slots_.grant(slots, G1, "me", 1, "42:7")
+
+
+def test_older_attempts_can_neither_begin_nor_commit():
+    slots, key = granted(Slots("me"), G1)
+    slots = slots_.fence(slots, 2)
+    with pytest.raises(StaleAttemptError, match="attempt 1"):
+        slots_.grant(slots, G2, "me", 1, "42:7")
+    with pytest.raises(StaleAttemptError, match="attempt 1"):
+        slots_.commit(slots, key, 1)
+
+
+def test_a_half_filled_buffer_passes_on_only_when_its_writer_is_gone():
+    slots, key = granted(Slots("me", per_source=1), G1)
+    slots = slots_.fence(slots, 2)
+    assert slots.used[key].phase is Phase.STRANDED
+    assert slots_.grant(slots, G2, "me", 2, "43:8")[1] is None
+    slots = slots_.writer_gone(slots, "42:7")
+    assert slots_.grant(slots, G2, "me", 2, "43:8")[1] is not None
+
+
+def test_what_is_held_survives_the_fence_and_the_death_of_its_writer():
+    slots = slots_.writer_gone(slots_.fence(filled(Slots("me"), G1), 2), "42:7")
+    assert slots.generations() == {G1}
+
+
+def test_fencing_is_for_ever_and_older_fences_change_nothing():
+    slots = slots_.fence(Slots("me"), 3)
+    assert slots_.fence(slots, 2) == slots
+
+
+def test_a_leased_generation_stays_readable_until_its_last_lease_ends():
+    slots = filled(Slots("me"), G1)
+    for name in ("one", "two"):
+        slots = slots_.lease(slots, Lease(name, G1, 1))
+    slots = slots_.release(slots, [G1])
+    assert slots.holding(G1)
+    assert slots.generations() == set()
+    slots = slots_.unlease(slots, "one")
+    assert slots.holding(G1)
+    assert slots_.unlease(slots, "two").used == {}
+
+
+def test_leases_of_an_attempt_end_with_it_and_those_of_the_driver_do_not():
+    slots = filled(filled(Slots("me"), G1), G2)
+    slots = slots_.lease(slots_.lease(slots, Lease("worker", G1, 1)), Lease("push", G2, None))
+    slots = slots_.fence(slots_.release(slots, [G1, G2]), 2)
+    assert [slot.generation for slot in slots.used.values()] == [G2]
+
+
+def test_nothing_can_be_leased_that_is_not_here():
+    with pytest.raises(StoreError, match="holds nothing"):
+        slots_.lease(Slots("me"), Lease("one", G1, None))
+
+
+def test_a_lease_may_be_taken_while_the_buffer_is_being_filled():
+    slots, key = granted(Slots("me"), G1)
+    slots = slots_.lease(slots, Lease("handle", G1, 1))
+    slots = slots_.release(slots_.commit(slots, key, 1), [G1])
+    assert slots.holding(G1)
+
+
+def test_cancelling_frees_what_was_being_filled_and_keeps_what_was_committed():
+    slots, key = granted(Slots("me"), G1)
+    assert slots_.cancel(slots, key).used == {}
+    committed = slots_.commit(slots, key, 1)
+    assert slots_.cancel(committed, key) == committed
+
+
+def test_a_slot_that_was_taken_back_cannot_be_committed():
+    slots, key = granted(Slots("me"), G1)
+    with pytest.raises(StoreError, match="not being filled"):
+        slots_.commit(slots_.cancel(slots, key), key, 1)
