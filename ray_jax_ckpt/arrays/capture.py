@@ -38,7 +38,12 @@ def pin(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
     Raises:
         NotSupportedError: a device has no host memory to copy to at all.
+        RuntimeError: an array was deleted or donated before.
     """
+    for x in arrays:
+        # The runtime's copy takes this on trust: it would crash the process.
+        if x.is_deleted():
+            raise RuntimeError(f"cannot capture {x.dtype}{list(x.shape)}: the array has been deleted or donated.")
     plain = [tree.key_data(x) if tree.is_key(x) else x for x in arrays]
     parts = [[x] if x.is_fully_addressable else [shard.data for shard in x.addressable_shards] for x in plain]
     copies = iter(_copy_to_host([part for group in parts for part in group]))
@@ -78,20 +83,21 @@ def _copy_to_host(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _copy_group(arrays: list[jax.Array], sharding: jax.sharding.Sharding) -> list[jax.Array]:
-    kinds = _host_kinds(sharding)
-    for kind in kinds:
+    reason = "the devices have no pinned_host memory"
+    for kind in _host_kinds(sharding):
         try:
             copies = _batched_copy(arrays, sharding.with_memory_kind(kind))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            _warn_once(f"no room in {kind} memory ({error!s:.200})")
+            reason = f"no room in {kind} memory: {error!s:.200}"
         else:
             if kind != HOST_MEMORY_KINDS[0]:
-                _warn_once(f"snapshots go to {kind} memory, which is slower to copy to than pinned_host")
+                _warn_once(kind, reason)
             return copies
-    _warn_once("snapshots go to pageable memory of the CPU backend, which is slower to copy to than pinned_host")
-    return _batched_copy(arrays, _pageable(sharding))
+    copies = _batched_copy(arrays, _pageable(sharding))
+    _warn_once("the CPU backend's pageable", reason)
+    return copies
 
 
 def _host_kinds(sharding: jax.sharding.Sharding) -> list[str]:
@@ -114,11 +120,11 @@ def _pageable(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 _warned: set[str] = set()
 
 
-def _warn_once(what: str) -> None:
-    kind = what.split("memory")[0]
+def _warn_once(kind: str, reason: str) -> None:
     if kind not in _warned:
         _warned.add(kind)
-        warnings.warn(f"ray_jax_ckpt: {what}.", RuntimeWarning, stacklevel=2)
+        what = f"snapshots go to {kind} memory, which is slower to copy to than pinned_host"
+        warnings.warn(f"{what} ({reason}).", RuntimeWarning, stacklevel=2)
 
 
 def _device_put(arrays: list[jax.Array], target: jax.sharding.Sharding) -> list[jax.Array]:

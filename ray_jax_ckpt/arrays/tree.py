@@ -7,13 +7,21 @@ process alone, from any thread.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    SequenceKey,
+    all_leaves,
+    keystr,
+    tree_flatten_with_path,
+)
 
 from ray_jax_ckpt.arrays.values import (
     VALUE_TYPES,
@@ -66,9 +74,14 @@ class Flat:
 
 def flatten(state: Any) -> Flat:
     """Flattens any pytree; None and empty nodes are part of the structure, not leaves."""
-    with_paths, treedef = tree_flatten_with_path(state)
+    with_paths, treedef = tree_flatten_with_path(state, is_leaf=_is_iterator)
     keys = tuple(tuple(key_path) for key_path, _ in with_paths)
     return Flat(tuple(keystr(key) for key in keys), keys, [leaf for _, leaf in with_paths], treedef)
+
+
+def _is_iterator(node: Any) -> bool:
+    # JAX warns of these as leaves, and is going to refuse them in words that name neither path nor remedy.
+    return isinstance(node, Iterator) and all_leaves([node])
 
 
 @dataclasses.dataclass(frozen=True)

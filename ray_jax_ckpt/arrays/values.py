@@ -6,6 +6,7 @@ import base64
 import binascii
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (np.dtype("bfloat16") and its like exist only once this is imported)
@@ -34,7 +35,9 @@ def is_plain_dtype(dtype: np.dtype) -> bool:
 
 
 def value_type_name(x: Any) -> str:
-    """Returns the name of a value's exact type: "int", "str", ..., "numpy.float32"."""
+    """Returns the name of a value's exact type: "int", "str", ..., "numpy.float32", "numpy.str_"."""
+    if isinstance(x, np.str_ | np.bytes_):
+        return f"numpy.{type(x).__name__}"
     return f"numpy.{dtype_name(x.dtype)}" if isinstance(x, np.generic) else type(x).__name__
 
 
@@ -102,6 +105,11 @@ def _encode_numpy(x: np.generic | np.ndarray, path: str) -> Any:
         raise DataStateError(f"the value at {path or '(the top)'} is a {type(x).__name__}; convert it with np.asarray.")
     if not is_plain_dtype(x.dtype):
         raise DataStateError(f"the value at {path or '(the top)'} has dtype {x.dtype}, which cannot be saved.")
+    # As array elements these two would lose trailing NULs.
+    if isinstance(x, np.str_):
+        return {_TAG: "np.str", "v": _encode_str(x[:])}
+    if isinstance(x, np.bytes_):
+        return {_TAG: "np.bytes", "v": _to_text(x[:])}
     encoded = {_TAG: "np", "d": dtype_name(x.dtype), "v": _to_text(x.tobytes())}
     return encoded | ({"s": list(x.shape)} if isinstance(x, np.ndarray) else {})
 
@@ -128,7 +136,7 @@ def _encode_bytes(x: bytes) -> Any:
     return {_TAG: "bytes", "v": _to_text(x)}
 
 
-_SCALARS: dict[type, Any] = {
+_SCALARS: dict[type, Callable[[Any], Any]] = {
     int: _encode_int,
     float: _encode_float,
     complex: _encode_complex,
@@ -162,26 +170,28 @@ def _decode(j: Any) -> Any:
 
 
 def _decode_tagged(tag: Any, j: dict[str, Any]) -> Any:
-    content = j["v"]
-    match tag:
-        case "tuple":
-            return tuple(_decode(item) for item in content)
-        case "dict":
-            return {_decode(key): _decode(item) for key, item in content}
-        case "int":
-            return int(content, 16)
-        case "float":
-            return struct.unpack("<d", bytes.fromhex(content))[0]
-        case "complex":
-            return complex(*struct.unpack("<dd", bytes.fromhex(content)))
-        case "str":
-            return _from_text(content).decode("utf-8", "surrogatepass")
-        case "bytes":
-            return _from_text(content)
-        case "np":
-            return _decode_numpy(j)
-        case _:
-            raise ValueError(f"unknown tag {tag!r}")
+    if tag == "np":
+        return _decode_numpy(j)
+    if tag not in _DECODERS:
+        raise ValueError(f"unknown tag {tag!r}")
+    return _DECODERS[tag](j["v"])
+
+
+def _decode_complex(content: Any) -> complex:
+    return complex(*struct.unpack("<dd", bytes.fromhex(content)))
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda content: tuple(_decode(item) for item in content),
+    "dict": lambda content: {_decode(key): _decode(item) for key, item in content},
+    "int": lambda content: int(content, 16),
+    "float": lambda content: struct.unpack("<d", bytes.fromhex(content))[0],
+    "complex": _decode_complex,
+    "str": lambda content: _from_text(content).decode("utf-8", "surrogatepass"),
+    "bytes": lambda content: _from_text(content),
+    "np.str": lambda content: np.str_(_decode(content)),
+    "np.bytes": lambda content: np.bytes_(_from_text(content)),
+}
 
 
 def _decode_numpy(j: dict[str, Any]) -> Any:
@@ -190,6 +200,8 @@ def _decode_numpy(j: dict[str, Any]) -> Any:
         raise ValueError(f"dtype {dtype} is not allowed")
     content = _from_text(j["v"])
     shape = tuple(j.get("s", ()))
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"shape {shape} is not allowed")
     # Not np.frombuffer: it refuses empty buffers and element size 0, and gives arrays that cannot be written.
     array = np.ndarray(shape, dtype, bytearray(content))
     if array.nbytes != len(content):
