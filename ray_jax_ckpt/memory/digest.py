@@ -25,7 +25,7 @@ class Digester:
 
     def update(self, buffer: np.ndarray | memoryview | bytes) -> None:
         """Feeds a contiguous buffer, as bytes."""
-        self._hash.update(buffer)
+        self._hash.update(buffer.data if isinstance(buffer, np.ndarray) else buffer)
 
     def result(self) -> str:
         """The digest of everything fed so far, tagged with its algorithm: ``"xxh3:0123456789abcdef"``."""

@@ -90,8 +90,8 @@ class FlightClients:
         Args:
             address: A `FlightServer.address`.
             header: What is sent.
-            chunks: `header.total_bytes` bytes in contiguous pieces of any size. They are sent without a copy and must not
-                change meanwhile.
+            chunks: `header.total_bytes` bytes in contiguous pieces of any size. They are sent without a copy and must
+                not change meanwhile.
             timeout_s: Bound for the whole call, the receiver's wait for a free buffer included.
 
         Raises:

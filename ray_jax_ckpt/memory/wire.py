@@ -140,11 +140,11 @@ def error_to_text(error: Exception) -> str:
 
 
 def error_from_text(text: str) -> tuple[type[errors.CheckpointError], str]:
-    """Class and message of the error that a peer reported; StoreError and the whole text if it is no error of ours."""
+    """Class and message of the error that a peer reported; StoreError if it is no error of ours."""
     found = re.search(r"<rjc (\w+)>(.*?)</rjc>", text, re.DOTALL)
     kind = getattr(errors, found.group(1), None) if found else None
     if found is None or not (isinstance(kind, type) and issubclass(kind, errors.CheckpointError)):
-        return errors.StoreError, text
+        return errors.StoreError, text.split(". gRPC client debug context")[0]
     return kind, found.group(2)
 
 
