@@ -19,7 +19,8 @@ Concatenate = Callable[[Sequence[Sequence[jax.Array]], str], Sequence[jax.Array]
 
 def functions() -> tuple[Split, Concatenate] | None:
     """Returns the runtime's split and concatenate where arrays live behind a Pathways proxy, else None."""
-    if "proxy" not in (jax.config.read("jax_platforms") or ""):
+    config: Any = jax.config
+    if "proxy" not in (config.jax_platforms or ""):
         return None
     try:
         from pathwaysutils.experimental.concatenate_by_mesh_axis import concatenate_by_mesh_axis

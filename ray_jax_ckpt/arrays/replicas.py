@@ -137,8 +137,8 @@ def capture_numpy(path: str, x: np.ndarray) -> ShardedLeaf:
 def _replica_of_device(sharding: Sharding, replica_axis_index: int) -> Mapping[Device, int]:
     if not isinstance(sharding, NamedSharding) or not has_axis(sharding, replica_axis_index):
         return {}
-    by_replica = np.moveaxis(np.asarray(sharding.mesh.devices), replica_axis_index, 0)
-    return {device: replica for replica, devices in enumerate(by_replica) for device in devices.flat}
+    positions = np.ndenumerate(np.asarray(sharding.mesh.devices))
+    return {device: position[replica_axis_index] for position, device in positions}
 
 
 def has_axis(sharding: NamedSharding, index: int) -> bool:
