@@ -130,7 +130,7 @@ def _prepare(worker_group: Any, config: JaxConfig) -> str:
 def _start_as_ray_does(worker_group: Any) -> None:
     """TPU: also with one worker, and with the variables that tie several slices together."""
     RayJaxBackend().on_start(worker_group, RayJaxConfig(use_tpu=True))
-    worker_group.execute(_jax_process.settle)
+    worker_group.execute(_jax_process.settle, "tpu")
 
 
 def _join(worker_group: Any, config: JaxConfig) -> None:

@@ -3,7 +3,8 @@
 Runs in worker processes. What JAX's own cache does, and what follows from it:
 
 * Only process 0 of a group writes, the others just read. A node with a directory of its own and without process 0 never
-  finds anything in it.
+  finds anything in it; and on CPU no other process ever does, since JAX 0.10 keys programs by a fingerprint of the
+  topology that differs from process to process there. See `write_here`.
 * On CPU and TPU a process that finds nothing compiles alone. On GPU the processes share out the autotuning of a program
   while they compile it, so one that compiles would wait for those that loaded theirs. Hence no default cache where GPU
   workers sit on several nodes: a directory that all of them see has to be named.
@@ -14,14 +15,15 @@ Runs in worker processes. What JAX's own cache does, and what follows from it:
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import os
 import platform as host
 import stat
 import sys
 import time
-from collections.abc import MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ MAX_DEFAULT_CACHE_BYTES = 8 << 30
 _ENTRY_SUFFIX = "-cache"
 _PARTIAL_SUFFIX = "-partial"
 _PARTIAL_MAX_AGE_S = 3600.0
+_WRITE_PARAMETERS = ("cache_key", "compile_time_secs", "module_name", "backend", "executable", "host_callbacks")
 
 
 def configure(asked: str | None, *, platform: str, num_nodes: int) -> str | None:
@@ -152,6 +155,51 @@ def prune(directory: Path, *, max_bytes: int) -> None:
 
 
 # Writing
+
+
+def shall_write(*, platform: str, local_rank: int) -> bool:
+    """Whether this process shall write programs though it may not be process 0.
+
+    On CPU every process has keys of its own. Elsewhere one process of each node fills the node's default directory. A
+    directory that may be shared by many nodes is left to process 0.
+    """
+    directory = os.environ.get(DIRECTORY_VARIABLE, "")
+    if not directory or "://" in directory:
+        return False
+    return platform == "cpu" or (local_rank == 0 and directory == str(default_directory(os.environ)))
+
+
+def write_here() -> None:
+    """Make JAX write programs in this process too, whatever its number. Imports JAX; a second call changes nothing."""
+    from jax._src import compilation_cache, compiler, config, distributed
+
+    original = getattr(compiler, "_cache_write", None)
+    if hasattr(original, "is_everywhere"):
+        return
+    if original is None or tuple(inspect.signature(original).parameters) != _WRITE_PARAMETERS:
+        logger.debug("This JAX writes its compilation cache in another way: only process 0 does.")
+        return
+
+    def write(*args: Any) -> None:
+        cache_key, compile_time_s, module_name, backend, executable, host_callbacks = args
+        if distributed.global_state.process_id == 0:
+            original(*args)
+        elif not host_callbacks and compile_time_s >= config.persistent_cache_min_compile_time_secs.value:
+            with _warning_of_failure(module_name):
+                compilation_cache.put_executable_and_time(
+                    cache_key, module_name, executable, backend, int(compile_time_s)
+                )
+
+    write.is_everywhere = True  # pyright: ignore[reportFunctionMemberAccess]
+    compiler._cache_write = write
+
+
+@contextmanager
+def _warning_of_failure(module_name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        logger.warning("The compiled program %s was not cached: %s: %s", module_name, type(error).__name__, error)
 
 
 def write_entries_atomically() -> None:

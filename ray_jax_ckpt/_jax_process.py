@@ -115,6 +115,7 @@ def prepare(config: ProcessConfig) -> str:
     if platform != "tpu":
         started = time.monotonic()
         _import_jax(platforms)
+        settle(platform)
         logger.debug("Imported JAX for %s in %.2f s.", platforms, time.monotonic() - started)
     return platform
 
@@ -164,7 +165,6 @@ def _import_jax(platforms: str) -> None:
     visible = os.environ.get("JAX_CUDA_VISIBLE_DEVICES")
     if visible is not None and main_platform(platforms) == "cuda":
         jax.config.update("jax_cuda_visible_devices", visible)
-    _compilation_cache.write_entries_atomically()
 
 
 def join(coordination: Coordination, process_id: int) -> str | None:
@@ -217,9 +217,17 @@ def _local_device_ids() -> list[int] | None:
     return None if names in ("", "all") else [int(name) for name in names.split(",")]
 
 
-def settle() -> None:
-    """What is left to do once JAX is imported by somebody else (Ray's own set-up on TPU)."""
+def settle(platform: str) -> None:
+    """What is left to do once JAX is imported, here or (on TPU) by Ray's own set-up."""
     _compilation_cache.write_entries_atomically()
+    if _compilation_cache.shall_write(platform=platform, local_rank=_local_rank()):
+        _compilation_cache.write_here()
+
+
+def _local_rank() -> int:
+    import ray.train
+
+    return ray.train.get_context().get_local_rank() or 0
 
 
 def leave() -> None:

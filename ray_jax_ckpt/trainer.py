@@ -35,8 +35,8 @@ class JaxConfig(RayJaxConfig):
         compilation_cache_dir: Where compiled programs are kept, as a path on the workers. None: where the user
             configured a cache (JAX_COMPILATION_CACHE_DIR, `jax.config`), that one, else `~/.cache/ray_jax_ckpt`
             (XDG_CACHE_HOME) on each node, at most 8 GiB; but none for GPU workers on several nodes, which need a shared
-            directory. "": left as it is. JAX lets only process 0 write, so that a directory all nodes share also helps
-            a spare node. Whoever can write it can run code in the workers.
+            directory. "": left as it is. A directory that all nodes share also helps a spare node. Whoever can write it
+            can run code in the workers.
         initialization_timeout_s: How long the processes wait for each other at the start. Not on TPU.
         heartbeat_timeout_s: How long a process may be silent before JAX ends the others. Ray usually notices first. It
             bounds how long a collective can hang on a peer that froze. Not on TPU.

@@ -96,21 +96,44 @@ def test_an_entry_is_whole_or_absent(tmp_path, monkeypatch):
     assert entries.get("key") == b"program"
 
 
+@pytest.mark.usefixtures("unconfigured")
+@pytest.mark.parametrize(
+    ("directory", "platform", "local_rank", "expected"),
+    [
+        pytest.param("default", "tpu", 0, True, id="one process fills its node's own directory"),
+        pytest.param("default", "tpu", 1, False, id="its neighbours need not"),
+        pytest.param("/shared/xla", "tpu", 0, False, id="a shared one is left to process 0"),
+        pytest.param("/shared/xla", "cpu", 1, True, id="on CPU the processes have different keys"),
+        pytest.param("gs://bucket/xla", "cpu", 0, False, id="object stores are left to process 0"),
+        pytest.param("", "cpu", 0, False, id="no cache"),
+    ],
+)
+def test_who_writes(directory, platform, local_rank, expected, monkeypatch):
+    default = str(cache.default_directory(os.environ))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", default if directory == "default" else directory)
+    assert cache.shall_write(platform=platform, local_rank=local_rank) is expected
+
+
 PROGRAM = """
 import sys
 from ray_jax_ckpt import _compilation_cache as cache
 assert cache.configure(sys.argv[1], platform="cpu", num_nodes=1)
 import jax, jax.numpy as jnp
 cache.write_entries_atomically()
+jax._src.distributed.global_state.process_id = int(sys.argv[2])
+if jax._src.distributed.global_state.process_id:
+    cache.write_here()
+    cache.write_here()
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
 print(float(jax.jit(lambda x: (x * 2).sum())(jnp.ones(8))), len(hits))
 """
 
 
-def test_a_second_process_loads_what_the_first_compiled(tmp_path):
+@pytest.mark.parametrize("process_id", [0, 1])
+def test_a_second_process_loads_what_the_first_compiled(tmp_path, process_id):
     def run() -> list[str]:
-        command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(process_id)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.split()
 
     assert run() == ["16.0", "0"]

@@ -65,8 +65,8 @@ def test_workers_are_told_what_to_run_on_and_how_far_they_are_spread(monkeypatch
     rays_own = SimpleNamespace(on_start=lambda *args: group.called.append(args))
     monkeypatch.setattr(_backend, "RayJaxBackend", lambda: rays_own)
     JaxBackend().on_start(group, JaxConfig(compilation_cache_dir="/x"))
-    (prepare, told), (given_group, ray_config), (settle,) = group.called
-    assert (prepare, settle) == (_jax_process.prepare, _jax_process.settle)
+    (prepare, told), (given_group, ray_config), settled = group.called
+    assert (prepare, *settled) == (_jax_process.prepare, _jax_process.settle, "tpu")
     assert told == _jax_process.ProcessConfig("tpu", True, 2, "/x")
     assert given_group is group
     assert ray_config.use_tpu

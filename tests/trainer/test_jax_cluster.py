@@ -22,6 +22,9 @@ from ray.train.v2.jax import JaxTrainer
 from ray_jax_ckpt._backend import JaxBackend
 from ray_jax_ckpt.trainer import JaxConfig
 
+# Three starts of two processes: under a minute on an idle machine with two cores, minutes on a busy one.
+pytestmark = pytest.mark.timeout(420)
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -56,6 +59,7 @@ class FragileConfig(JaxConfig):
 def train(config):
     import jax
     import numpy as np
+    from jax.experimental.multihost_utils import sync_global_devices
     from jax.sharding import NamedSharding, PartitionSpec
 
     hits = []
@@ -79,12 +83,12 @@ def train(config):
     second = (directory / "died-training").exists()
     (directory / f"start-{2 if second else 1}-rank-{rank}.json").write_text(json.dumps(record))
     if not second:
-        jax.experimental.multihost_utils.sync_global_devices("both have written")
+        sync_global_devices("both have written")
         if rank == 1:
             first_time(directory / "died-training")
             die()
     # The survivor waits here for a peer that is gone, and is killed.
-    jax.experimental.multihost_utils.sync_global_devices("end")
+    sync_global_devices("end")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +101,7 @@ def run_dir(tmp_path_factory):
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("RUN_DIR", str(directory))
         patch.delenv("JAX_PLATFORMS", raising=False)
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
         try:
             JaxTrainer(
                 train,

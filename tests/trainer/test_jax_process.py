@@ -67,6 +67,7 @@ def restored_environment():
 def test_devices_reach_jax_by_the_environment(monkeypatch):
     os.environ.update(CUDA_VISIBLE_DEVICES="2,5", JAX_PLATFORMS="")
     monkeypatch.setattr(_jax_process, "_assigned_gpus", lambda: ["5"])
+    monkeypatch.setattr(_jax_process, "settle", lambda platform: None)
     monkeypatch.setattr(_jax_process, "_import_jax", lambda platforms: None)
     config = ProcessConfig(platform="cuda", overrides_environment=True, num_nodes=1, compilation_cache_dir="")
     assert _jax_process.prepare(config) == "cuda"
