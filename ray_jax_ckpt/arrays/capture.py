@@ -17,8 +17,6 @@ logger = logging.getLogger(__name__)
 
 HOST_MEMORY_KINDS = ("pinned_host", "unpinned_host")
 
-_PAGEABLE = "pageable"
-
 
 def pin(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Dispatches copies of arrays to pinned host memory and returns them, without waiting for the bytes.
@@ -45,10 +43,12 @@ def pin(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if x.is_deleted():
             raise RuntimeError(f"cannot capture {x.dtype}{list(x.shape)}: the array has been deleted or donated.")
     plain = [tree.key_data(x) if tree.is_key(x) else x for x in arrays]
-    parts = [[x] if x.is_fully_addressable else [shard.data for shard in x.addressable_shards] for x in plain]
-    copies = iter(_copy_to_host([part for group in parts for part in group]))
-    pinned = [_assemble(source, [next(copies) for _ in group]) for source, group in zip(plain, parts, strict=True)]
-    return [_like(source, copy) for source, copy in zip(arrays, pinned, strict=True)]
+    copies: list[Any] = [None] * len(plain)
+    for sharding, indices in _by_sharding(plain).items():
+        copy_group = _copy_group if sharding.is_fully_addressable else _copy_shards
+        for i, copy in zip(indices, copy_group([plain[i] for i in indices], sharding), strict=True):
+            copies[i] = _like(arrays[i], copy)
+    return copies
 
 
 def copy_host(x: np.ndarray) -> np.ndarray:
@@ -56,30 +56,30 @@ def copy_host(x: np.ndarray) -> np.ndarray:
     return np.array(x, copy=True, order="C", subok=False)
 
 
-def _assemble(source: jax.Array, copies: list[jax.Array]) -> jax.Array:
-    if source.is_fully_addressable:
-        return copies[0]
-    kind = (copies[0].sharding.memory_kind if copies else None) or HOST_MEMORY_KINDS[0]
-    sharding = source.sharding.with_memory_kind(kind)
-    return jax.make_array_from_single_device_arrays(source.shape, sharding, copies, dtype=source.dtype)
+def _by_sharding(arrays: Sequence[jax.Array]) -> dict[jax.sharding.Sharding, list[int]]:
+    groups: dict[jax.sharding.Sharding, list[int]] = {}
+    for i, x in enumerate(arrays):
+        groups.setdefault(x.sharding, []).append(i)
+    return groups
+
+
+def _copy_shards(arrays: list[jax.Array], sharding: jax.sharding.Sharding) -> list[jax.Array]:
+    """Copies this process's shards of arrays that span processes, for which JAX has no copy without all processes."""
+    shards = [[shard.data for shard in x.addressable_shards] for x in arrays]
+    copies = iter(pin([shard for of_array in shards for shard in of_array]))
+    assembled = []
+    for x, of_array in zip(arrays, shards, strict=True):
+        parts = [next(copies) for _ in of_array]
+        kind = (parts[0].sharding.memory_kind if parts else None) or HOST_MEMORY_KINDS[0]
+        target = sharding.with_memory_kind(kind)
+        assembled.append(jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype))
+    return assembled
 
 
 def _like(source: jax.Array, copy: jax.Array) -> jax.Array:
     if tree.is_key(source):
         return tree.wrap_key(copy, str(jax.random.key_impl(source)))
     return tree.with_weak_type(copy, bool(source.weak_type))  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _copy_to_host(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Copies fully addressable arrays, each group that shares a sharding to the best memory kind that takes it."""
-    groups: dict[jax.sharding.Sharding, list[int]] = {}
-    for i, x in enumerate(arrays):
-        groups.setdefault(x.sharding, []).append(i)
-    copies: list[Any] = [None] * len(arrays)
-    for sharding, indices in groups.items():
-        for i, copy in zip(indices, _copy_group([arrays[i] for i in indices], sharding), strict=True):
-            copies[i] = copy
-    return copies
 
 
 def _copy_group(arrays: list[jax.Array], sharding: jax.sharding.Sharding) -> list[jax.Array]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from ray_jax_ckpt.arrays import capture, tree
 from ray_jax_ckpt.arrays.replicas import Origin, Restoring, Target, has_axis, lost
@@ -114,6 +114,12 @@ class _FromReplicas:
     def __init__(self, leaf: SplitLeaf, target: Target) -> None:
         self._leaf = leaf
         self._target = target
+
+    def requests(self) -> list[tuple[jax.Array | np.ndarray, Sharding]]:
+        return []
+
+    def accept(self, copies: Sequence[jax.Array]) -> None:
+        assert not copies
 
     def wait(self) -> Any:
         joined = self._leaf.join()

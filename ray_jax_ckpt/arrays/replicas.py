@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from ray_jax_ckpt.arrays import capture, tree
+from ray_jax_ckpt.arrays.values import dtype_name
 from ray_jax_ckpt.model.shards import Box, box_of, covers, extent, intersect, whole, within
 
 # jax.Device is no type to type checkers.
@@ -37,6 +38,7 @@ class Origin:
 
     path: str
     shape: tuple[int, ...]
+    dtype: np.dtype
     weak_type: bool
     key_impl: str | None
     target: Target
@@ -45,11 +47,17 @@ class Origin:
     def of(cls, path: str, x: jax.Array | np.ndarray) -> Origin:
         """Describes an array leaf."""
         if isinstance(x, np.ndarray):
-            return cls(path, x.shape, False, None, Target(None, as_numpy=True))
+            return cls(path, x.shape, x.dtype, False, None, Target(None, as_numpy=True))
         target = Target(x.sharding if x.committed else None)
         if tree.is_key(x):
-            return cls(path, x.shape, False, str(jax.random.key_impl(x)), target)
-        return cls(path, x.shape, bool(getattr(x, "weak_type", False)), None, target)
+            return cls(path, x.shape, np.dtype(np.uint32), False, str(jax.random.key_impl(x)), target)
+        return cls(path, x.shape, x.dtype, bool(getattr(x, "weak_type", False)), None, target)
+
+    @property
+    def spec(self) -> tree.LeafSpec:
+        """The leaf's description, without a key path."""
+        kind = "key" if self.key_impl else "numpy" if self.target.as_numpy else "array"
+        return tree.LeafSpec(self.path, kind, self.shape, dtype_name(self.dtype), self.weak_type, self.key_impl, [])
 
     def finish(self, x: jax.Array) -> jax.Array:
         """Gives raw data back its weak type, or makes it a PRNG key again."""
@@ -57,7 +65,15 @@ class Origin:
 
 
 class Restoring(Protocol):
-    """A leaf on its way to its target: copies were dispatched, nothing was waited for yet."""
+    """A leaf on its way to its target. See `dispatch`."""
+
+    def requests(self) -> list[tuple[jax.Array | np.ndarray, Sharding]]:
+        """Returns what has to be copied where; may be empty."""
+        ...
+
+    def accept(self, copies: Sequence[jax.Array]) -> None:
+        """Takes the dispatched copies, in the order of the requests. Without them, `wait` makes its own."""
+        ...
 
     def wait(self) -> Any:
         """Blocks until the leaf is there and returns it.
@@ -79,8 +95,22 @@ class Leaf(Protocol):
         ...
 
     def restore(self, target: Target) -> Restoring:
-        """Starts to bring the leaf to its target."""
+        """Decides from where the leaf is brought to its target."""
         ...
+
+
+def dispatch(restorings: Sequence[Restoring]) -> None:
+    """Starts the copies of many leaves in one call, which takes a fraction of the time of one call each."""
+    requests = [restoring.requests() for restoring in restorings]
+    sources = [source for of_leaf in requests for source, _ in of_leaf]
+    targets = [target for of_leaf in requests for _, target in of_leaf]
+    try:
+        copies = iter(jax.device_put(sources, targets, may_alias=False))
+    except RuntimeError:
+        # One of them does not answer. Copying one by one, each leaf finds out by itself, and chooses another replica.
+        return
+    for restoring, of_leaf in zip(restorings, requests, strict=True):
+        restoring.accept([next(copies) for _ in of_leaf])
 
 
 def lost(path: str, what: str, cause: BaseException | None) -> RuntimeError:
@@ -99,12 +129,8 @@ class Piece:
 
     box: Box
     replica: int
+    device: Device | None
     data: jax.Array | np.ndarray
-
-    @property
-    def device(self) -> Device | None:
-        """The device through whose host memory it is reached."""
-        return None if isinstance(self.data, np.ndarray) else next(iter(self.data.sharding.device_set))
 
     @property
     def is_gone(self) -> bool:
@@ -119,19 +145,33 @@ class Piece:
 def capture_shards(named: Sequence[tuple[str, jax.Array]], *, replica_axis_index: int) -> list[ShardedLeaf]:
     """Dispatches copies of every shard that this process holds, of all replicas, and returns without waiting."""
     plain = [tree.key_data(x) if tree.is_key(x) else x for _, x in named]
-    shards = [list(x.addressable_shards) for x in plain]
-    pinned = iter(capture.pin([shard.data for of_leaf in shards for shard in of_leaf]))
+    shards = [_shards(x) for x in plain]
+    pinned = iter(capture.pin([shard for of_leaf in shards for shard in of_leaf]))
+    places: dict[Any, list[tuple[Box, int, Device]]] = {}
     leaves = []
-    for (path, x), data, of_leaf in zip(named, plain, shards, strict=True):
-        replicas = _replica_of_device(x.sharding, replica_axis_index)
-        pieces = [Piece(box_of(s.index, data.shape), replicas.get(s.device, 0), next(pinned)) for s in of_leaf]
+    for (path, x), data in zip(named, plain, strict=True):
+        # Leaves of one shape and sharding, of which a state has many, are cut up once.
+        if (alike := (data.sharding, data.shape)) not in places:
+            places[alike] = _places(data, x.sharding, replica_axis_index)
+        pieces = [Piece(*place, next(pinned)) for place in places[alike]]
         leaves.append(ShardedLeaf(Origin.of(path, x), data.shape, pieces))
     return leaves
 
 
+def _shards(x: jax.Array) -> list[jax.Array]:
+    if isinstance(x.sharding, SingleDeviceSharding):
+        return [x]
+    return [shard.data for shard in x.addressable_shards]
+
+
+def _places(data: jax.Array, sharding: Sharding, replica_axis_index: int) -> list[tuple[Box, int, Device]]:
+    replicas = _replica_of_device(sharding, replica_axis_index)
+    return [(box_of(s.index, data.shape), replicas.get(s.device, 0), s.device) for s in data.addressable_shards]
+
+
 def capture_numpy(path: str, x: np.ndarray) -> ShardedLeaf:
     """Copies a numpy leaf at once: the caller may write to it afterwards."""
-    return ShardedLeaf(Origin.of(path, x), x.shape, [Piece(whole(x.shape), 0, capture.copy_host(x))])
+    return ShardedLeaf(Origin.of(path, x), x.shape, [Piece(whole(x.shape), 0, None, capture.copy_host(x))])
 
 
 def _replica_of_device(sharding: Sharding, replica_axis_index: int) -> Mapping[Device, int]:
@@ -160,7 +200,7 @@ class ShardedLeaf:
         return [piece.data for piece in self.pieces if isinstance(piece.data, jax.Array)]
 
     def restore(self, target: Target) -> Restoring:
-        """Starts copies from living shards to the target's devices."""
+        """Chooses living shards for the target's devices."""
         if target.as_numpy or target.sharding is None:
             return _ToHost(self, as_numpy=target.as_numpy)
         saved = self.origin.target.sharding
@@ -216,6 +256,12 @@ class _ToHost:
         self._leaf = leaf
         self._as_numpy = as_numpy
 
+    def requests(self) -> list[tuple[jax.Array | np.ndarray, Sharding]]:
+        return []
+
+    def accept(self, copies: Sequence[jax.Array]) -> None:
+        assert not copies
+
     def wait(self) -> Any:
         content = self._leaf.assemble(whole(self._leaf.data_shape), set(), None)
         if self._as_numpy:
@@ -233,7 +279,20 @@ class _ToDevices:
         self._dead: set[Piece] = set()
         self._cause: BaseException | None = None
         self._boxes = self._boxes_by_device()
-        self._copies = {device: self._start(device, box) for device, box in self._boxes.items()}
+        self._chosen: dict[Device, Piece] = {}
+        self._copies: dict[Device, tuple[Piece | None, jax.Array]] = {}
+
+    def requests(self) -> list[tuple[jax.Array | np.ndarray, Sharding]]:
+        holders = {device: self._holder(device, box) for device, box in self._boxes.items()}
+        self._chosen = {device: piece for device, piece in holders.items() if piece is not None}
+        return [(piece.data, self._on(device)) for device, piece in self._chosen.items()]
+
+    def accept(self, copies: Sequence[jax.Array]) -> None:
+        for (device, piece), copy in zip(self._chosen.items(), copies, strict=True):
+            self._copies[device] = (piece, copy)
+
+    def _on(self, device: Device) -> Sharding:
+        return SingleDeviceSharding(device, memory_kind=self._sharding.memory_kind)
 
     def _boxes_by_device(self) -> dict[Device, Box]:
         shape = self._leaf.origin.shape
@@ -243,7 +302,7 @@ class _ToDevices:
         return {device: box_of(index or (), shape) + rest for device, index in indices}
 
     def _start(self, device: Device, box: Box) -> tuple[Piece | None, jax.Array]:
-        where = SingleDeviceSharding(device, memory_kind=self._sharding.memory_kind)
+        where = self._on(device)
         while (piece := self._holder(device, box)) is not None:
             try:
                 return piece, jax.device_put(piece.data, where, may_alias=False)
@@ -266,21 +325,24 @@ class _ToDevices:
 
     def wait(self) -> jax.Array:
         origin = self._leaf.origin
-        shards = [origin.finish(self._settle(device)) for device in self._boxes]
+        shards = [self._settle(device) for device in self._boxes]
+        if isinstance(self._sharding, SingleDeviceSharding):
+            return origin.finish(shards[0])
+        if origin.key_impl:
+            shards = [origin.finish(shard) for shard in shards]
         dtype = shards[0].dtype if shards else self._leaf.pieces[0].data.dtype
         result = jax.make_array_from_single_device_arrays(origin.shape, self._sharding, shards, dtype=dtype)
         return result if origin.key_impl else origin.finish(result)
 
     def _settle(self, device: Device) -> jax.Array:
         while True:
-            piece, copy = self._copies[device]
+            piece, copy = self._copies.pop(device, None) or self._start(device, self._boxes[device])
             try:
                 return jax.block_until_ready(copy)
             except RuntimeError as error:
                 if piece is None:
                     raise
                 self._give_up(piece, error)
-            self._copies[device] = self._start(device, self._boxes[device])
 
 
 class _ViaSavedSharding:
@@ -289,6 +351,12 @@ class _ViaSavedSharding:
     def __init__(self, saved: _ToDevices, wanted: Sharding) -> None:
         self._saved = saved
         self._wanted = wanted
+
+    def requests(self) -> list[tuple[jax.Array | np.ndarray, Sharding]]:
+        return self._saved.requests()
+
+    def accept(self, copies: Sequence[jax.Array]) -> None:
+        self._saved.accept(copies)
 
     def wait(self) -> jax.Array:
         return jax.block_until_ready(jax.device_put(self._saved.wait(), self._wanted))

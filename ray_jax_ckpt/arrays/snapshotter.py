@@ -66,7 +66,6 @@ class _Snapshot:
     def __init__(self, step: int, paths: Sequence[str], leaves: Sequence[replicas.Leaf | _Passed]) -> None:
         self.step = step
         self.leaves = dict(zip(paths, leaves, strict=True))
-        self.specs: list[tree.LeafSpec] = []
 
     @classmethod
     def take(cls, step: int, state: Any, *, replica_axis_index: int) -> _Snapshot:
@@ -76,11 +75,7 @@ class _Snapshot:
         arrays = [(path, leaf) for path, leaf in named if isinstance(leaf, jax.Array)]
         captured = iter(_capture(arrays, replica_axis_index=replica_axis_index))
         leaves = [next(captured) if isinstance(leaf, jax.Array) else _pass(path, leaf) for path, leaf in named]
-        snapshot = cls(step, flat.paths, leaves)
-        is_array = [not isinstance(leaf, _Passed) for leaf in leaves]
-        described = zip(is_array, flat.paths, flat.keys, flat.leaves, strict=True)
-        snapshot.specs = [tree.describe(path, key, leaf) for keep, path, key, leaf in described if keep]
-        return snapshot
+        return cls(step, flat.paths, leaves)
 
     def wait(self) -> None:
         """Blocks until all copies are complete; raises what made one fail."""
@@ -97,6 +92,7 @@ class _Snapshot:
             leaf if isinstance(leaf, _Passed) else leaf.restore(_target(template, leaf.origin.target))
             for leaf, template in zip(found, wanted.leaves, strict=True)
         ]
+        replicas.dispatch([leaf for leaf in started if not isinstance(leaf, _Passed)])
         leaves = [leaf.value if isinstance(leaf, _Passed) else leaf.wait() for leaf in started]
         return jax.tree_util.tree_unflatten(wanted.treedef, leaves)
 
@@ -104,6 +100,7 @@ class _Snapshot:
         passed = {path for path, leaf in self.leaves.items() if isinstance(leaf, _Passed)}
         if missing := passed.difference(wanted.paths):
             raise TreeMismatchError(f"abstract_state lacks leaves that step {self.step} has: {sorted(missing)[:10]}")
+        specs = [leaf.origin.spec for leaf in self.leaves.values() if not isinstance(leaf, _Passed)]
         kept = [i for i, path in enumerate(wanted.paths) if path not in passed]
         arrays = tree.Flat(
             tuple(wanted.paths[i] for i in kept),
@@ -111,7 +108,7 @@ class _Snapshot:
             [wanted.leaves[i] for i in kept],
             wanted.treedef,
         )
-        if (why := tree.mismatch(self.specs, arrays, partial=False, cast=False)) is not None:
+        if (why := tree.mismatch(specs, arrays, partial=False, cast=False)) is not None:
             raise TreeMismatchError(f"abstract_state does not fit the snapshot of step {self.step}:\n{why}")
 
 

@@ -220,7 +220,9 @@ def _typed_key(key: Any) -> list[Any]:
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is a typed PRNG key array, concrete or abstract. Raw uint32 key data is not."""
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    if dtype is None or isinstance(dtype, np.dtype):
+        return False
+    return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def key_data(x: jax.Array) -> jax.Array:
@@ -248,7 +250,7 @@ def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
     are copied and no computation runs, so one process may call it alone. The result shares `x`'s buffers: use only one
     of the two afterwards. PRNG keys have no weak type and are returned as they are.
     """
-    if is_key(x) or bool(x.weak_type) == weak:
+    if bool(getattr(x, "weak_type", weak)) == weak:
         return x
     # Only the constructor of the concrete class takes a weak type.
     concrete: Any = x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import math
 import struct
 from collections.abc import Callable
@@ -22,6 +23,7 @@ _TAG = "$"
 _MAX_JSON_INT = 2**53
 
 
+@functools.cache
 def dtype_name(dtype: np.dtype) -> str:
     """Returns a name from which `np.dtype` makes the same dtype, byte order included."""
     if dtype.kind in "USMm" or not dtype.isnative:
