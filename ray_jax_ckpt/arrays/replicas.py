@@ -240,7 +240,7 @@ class _PieceLost(Exception):
 
 def _stays_local(saved: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
     """Whether every process finds what it needs among its own shards. All processes compute the same answer."""
-    if wanted.is_fully_addressable:
+    if wanted.is_fully_addressable or wanted == saved:
         return True
     have: dict[int, list[Box]] = {}
     for device, index in saved.devices_indices_map(shape).items():

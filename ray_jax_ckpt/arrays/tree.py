@@ -109,7 +109,7 @@ class LeafSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Returns a plain dictionary that JSON can hold."""
-        return dataclasses.asdict(self) | {"shape": list(self.shape)}
+        return vars(self) | {"shape": list(self.shape), "key_path": [list(key) for key in self.key_path]}
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> LeafSpec:
@@ -120,9 +120,8 @@ class LeafSpec:
         """
         try:
             fields = {field.name: json[field.name] for field in dataclasses.fields(cls)}
-            spec = cls(
-                **fields | {"shape": tuple(json["shape"]), "key_path": [[str(k), v] for k, v in json["key_path"]]}
-            )
+            key_path = [_checked_key(tag, key) for tag, key in json["key_path"]]
+            spec = cls(**fields | {"shape": tuple(json["shape"]), "key_path": key_path})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not the description of a leaf ({error!r}): {json!r:.200}") from error
         if spec.kind not in ("array", "key", "numpy", "value") or not all(
@@ -215,6 +214,15 @@ def _typed_key(key: Any) -> list[Any]:
             return ["f", index]
         case _:
             return ["r", str(key)]
+
+
+_KEY_TYPES: Mapping[str, type] = {"d": str, "di": int, "s": int, "a": str, "f": int, "r": str}
+
+
+def _checked_key(tag: Any, key: Any) -> list[Any]:
+    if type(key) is not _KEY_TYPES[tag]:
+        raise TypeError(f"{key!r} is no key of kind {tag!r}")
+    return [tag, key]
 
 
 def is_key(leaf: Any) -> bool:

@@ -172,7 +172,17 @@ def test_tracers_are_refused():
 
 @pytest.mark.parametrize(
     "damage",
-    [{"kind": "pickle"}, {"shape": [-1]}, {"shape": ["1"]}, {"shape": 3}, {"key_path": [["d"]]}, {"key_path": 1}],
+    [
+        {"kind": "pickle"},
+        {"shape": [-1]},
+        {"shape": ["1"]},
+        {"shape": 3},
+        {"key_path": [["d"]]},
+        {"key_path": 1},
+        {"key_path": [["s", "a"]]},
+        {"key_path": [["d", []]]},
+        {"key_path": [["x", 1]]},
+    ],
 )
 def test_damaged_descriptions_are_refused(damage):
     (spec,) = specs_of({"x": jnp.ones(2)})[1]
