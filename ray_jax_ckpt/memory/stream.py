@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -49,23 +50,43 @@ def pack(views: Iterable[memoryview]) -> Iterator[np.ndarray]:
         yield as_bytes(b"".join(small))
 
 
-def scatter(reader: Any, outs: list[np.ndarray], verify: bool) -> None:
-    """Spreads a stream's bytes over `outs`, in order."""
+class Guard:
+    """Stands before memory that a transfer writes to. Once `close` has returned, nothing is written any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._closed:
+            self._lock.release()
+            raise StoreError("the transfer was given up")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def close(self) -> None:
+        """Waits for a write in progress, at most a chunk, and forbids others."""
+        with self._lock:
+            self._closed = True
+
+
+def scatter(reader: Any, outs: list[np.ndarray], verify: bool, guard: Guard) -> None:
+    """Spreads a stream's bytes over `outs`, in order, as long as `guard` is open."""
     targets = iter([out for out in outs if out.nbytes])
     target = next(targets, None)
     for data, expected in read_arrays(reader):
-        digester = Digester()
+        digester = Digester() if verify else None
         while data.nbytes:
             if target is None:
                 raise StoreError("more bytes came than were asked for")
             count = min(target.nbytes, data.nbytes)
-            if verify:
-                copy_into_digest(target[:count], data[:count], digester)
-            else:
-                np.copyto(target[:count], data[:count])
+            with guard:
+                _copy(target[:count], data[:count], digester)
             data, target = data[count:], target[count:]
             target = target if target.nbytes else next(targets, None)
-        if verify and digester.result() != expected:
+        if digester is not None and digester.result() != expected:
             raise IntegrityError("a chunk arrived with another digest than it was sent with")
     if target is not None:
         raise StoreError("the stream ended early")
@@ -94,6 +115,13 @@ def _values(column: Any) -> np.ndarray:
     return np.frombuffer(column.buffers()[1], np.uint8, len(column), column.offset)
 
 
+def _copy(target: np.ndarray, data: np.ndarray, digester: Digester | None) -> None:
+    if digester is None:
+        np.copyto(target, data)
+    else:
+        copy_into_digest(target, data, digester)
+
+
 class _Verifier:
     """Copies a push's bytes into place as they come, and digests the header's pieces on the way."""
 
@@ -110,10 +138,7 @@ class _Verifier:
             wanted, covered = self._until_boundary()
             count = data.nbytes if wanted is None else min(wanted, data.nbytes)
             out = self._target[self.position : self.position + count]
-            if covered:
-                copy_into_digest(out, data[:count], self._digester)
-            else:
-                np.copyto(out, data[:count])
+            _copy(out, data[:count], self._digester if covered else None)
             self.position += count
             data = data[count:]
             self.finish_pieces()

@@ -11,9 +11,11 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +31,7 @@ from ray_jax_ckpt.errors import (
 from ray_jax_ckpt.memory import wire
 from ray_jax_ckpt.memory.digest import as_bytes
 from ray_jax_ckpt.memory.flight_server import FlightServer, Provider
-from ray_jax_ckpt.memory.stream import SCHEMA, cut, scatter, to_batch
+from ray_jax_ckpt.memory.stream import SCHEMA, Guard, cut, scatter, to_batch
 from ray_jax_ckpt.memory.wire import PartSpan, PushHeader
 
 __all__ = [
@@ -50,6 +52,11 @@ _CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     # Channels share connections, and the back-off after a failure, unless told not to.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+
+_PUSHING = -1
+_GRACE_S = 0.5
+
+_T = TypeVar("_T")
 
 Range = tuple[str, str, int, int, np.ndarray]
 """(generation, part, offset, nbytes, out): bytes of a part, and the contiguous writable array that gets them."""
@@ -90,8 +97,8 @@ class FlightClients:
         Args:
             address: A `FlightServer.address`.
             header: What is sent.
-            chunks: `header.total_bytes` bytes in contiguous pieces of any size. They are sent without a copy and must
-                not change meanwhile.
+            chunks: `header.total_bytes` bytes in contiguous pieces of any size, asked for in another thread. They are
+                sent without a copy and must not change meanwhile.
             timeout_s: Bound for the whole call, the receiver's wait for a free buffer included.
 
         Raises:
@@ -103,7 +110,9 @@ class FlightClients:
         """
         call = _Call(address, self._secret, timeout_s, SnapshotTimeoutError, _describe_push(header))
         with self._reporting(call):
-            sent = _push_stream(call, self._connection(address), header, chunks)
+            # Bytes that a stopped receiver does not take block a connection, so fetches have others.
+            connection = self._connection(address, _PUSHING)
+            (sent,) = _bounded(call, [lambda _: _push_stream(call, connection, header, chunks)])
         return PushResult(nbytes=sent, verified=bool(header.digests), elapsed_s=call.elapsed_s)
 
     def fetch(
@@ -133,8 +142,10 @@ class FlightClients:
         shares = [share for share in split(ranges, streams) if share]
         with self._reporting(call):
             connections = [self._connection(address, number) for number in range(len(shares))]
-            jobs = [(call, c, share, verify) for c, share in zip(connections, shares, strict=True)]
-            _run_all(jobs)
+            works = [
+                partial(_fetch_stream, call, c, share, verify) for c, share in zip(connections, shares, strict=True)
+            ]
+            _bounded(call, works)
 
     def evict(self, address: str) -> None:
         """Forgets the connections to `address`. Calls in progress go on."""
@@ -203,11 +214,14 @@ class _Call:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start
 
+    @property
+    def left_s(self) -> float:
+        return max(0.001, self._timeout_s - self.elapsed_s)
+
     def options(self) -> fl.FlightCallOptions:
         # gRPC tells the server the deadline too, which frees its buffer when this process is stopped.
-        left = max(0.001, self._timeout_s - self.elapsed_s)
         token = wire.call_token(self._secret, self.address)
-        return fl.FlightCallOptions(timeout=left, headers=[(wire.AUTH_HEADER.encode(), token.encode())])
+        return fl.FlightCallOptions(timeout=self.left_s, headers=[(wire.AUTH_HEADER.encode(), token.encode())])
 
     def check_proof(self, answer: pa.Buffer | None) -> None:
         proof = b"" if answer is None else answer.to_pybytes()
@@ -229,6 +243,30 @@ class _Call:
             return StoreError(where + "the store ended the stream early")
         kind, text = wire.error_from_text(str(error))
         return kind(where + text)
+
+
+def _bounded(call: _Call, works: Sequence[Callable[[Guard], _T]]) -> list[_T]:
+    """Runs each of `works` in a thread of its own, and gives them up soon after the call's deadline, or when one fails.
+
+    gRPC ends a write whose deadline has passed only when TCP has taken its bytes. When the receiver is stopped that is
+    never, so the thread stays behind until the receiver goes on or dies. Its closed guard keeps it off the caller's
+    memory.
+    """
+    running = [(Guard(), Future[_T]()) for _ in works]
+    for work, (guard, outcome) in zip(works, running, strict=True):
+        threading.Thread(target=_settle, args=(outcome, work, guard), name="rjc-transfer", daemon=True).start()
+    try:
+        return [outcome.result(call.left_s + _GRACE_S) for _, outcome in running]
+    finally:
+        for guard, _ in running:
+            guard.close()
+
+
+def _settle(outcome: Future[_T], work: Callable[[Guard], _T], guard: Guard) -> None:
+    try:
+        outcome.set_result(work(guard))
+    except BaseException as error:
+        outcome.set_exception(error)
 
 
 def _push_stream(
@@ -269,26 +307,16 @@ def _send(
     return sent
 
 
-def _fetch_stream(call: _Call, client: fl.FlightClient, ranges: Sequence[Range], verify: bool) -> None:
+def _fetch_stream(call: _Call, client: fl.FlightClient, ranges: Sequence[Range], verify: bool, guard: Guard) -> None:
     asked = tuple((generation, part, offset, nbytes) for generation, part, offset, nbytes, _ in ranges)
     ticket = wire.FetchTicket(nonce=call.nonce, ranges=asked, verify=verify)
     reader = client.do_get(fl.Ticket(ticket.to_json()), call.options())
     try:
         call.check_proof(reader.read_chunk().app_metadata)
-        scatter(reader, [as_bytes(out) for *_, out in ranges], verify)
+        scatter(reader, [as_bytes(out) for *_, out in ranges], verify, guard)
     except BaseException:
         reader.cancel()
         raise
-
-
-def _run_all(jobs: Sequence[tuple[_Call, fl.FlightClient, Sequence[Range], bool]]) -> None:
-    if len(jobs) <= 1:
-        for job in jobs:
-            _fetch_stream(*job)
-        return
-    with ThreadPoolExecutor(len(jobs), "rjc-fetch") as threads:
-        for running in [threads.submit(_fetch_stream, *job) for job in jobs]:
-            running.result()
 
 
 def split(ranges: Sequence[Range], streams: int) -> list[list[Range]]:
