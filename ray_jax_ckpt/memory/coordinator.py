@@ -41,6 +41,7 @@ HEARTBEAT_S = 2.0
 # A living store answers in milliseconds; one that does not within this is left out of a recovery's decision.
 STORE_TIMEOUT_S = 10.0
 STORE_START_TIMEOUT_S = 60.0
+STORE_START_TRIES = 3
 SETTLE_DELAY_S = 0.01
 
 
@@ -74,6 +75,7 @@ class Coordinator:
         self._events = EventLog(run.filesystem, run.path)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._opened = asyncio.Lock()
+        self._me = ray.get_runtime_context().current_actor
 
     # Life.
 
@@ -83,7 +85,7 @@ class Coordinator:
             if self._secret:
                 return
             handles = await asyncio.to_thread(fleet.living_stores, self._run.digest)
-            inventories = await self._ask({name: store.inventory.remote() for name, store in handles.items()})
+            inventories = await self._ask({name: store.inventory.remote(self._me) for name, store in handles.items()})
             for name, inventory in inventories.items():
                 self._adopt(handles[name], inventory)
             self._secret = next((one.secret for one in inventories.values()), "") or secrets.token_urlsafe(32)
@@ -116,7 +118,7 @@ class Coordinator:
         located = await self._choose(attempt)
         self._members = members
         handles = {member.rank: self._store_of(member) for member in members}
-        self._spawn(self._form_group(attempt, handles))
+        self._spawn(self._form_group(attempt))
         step = located.generation.step if located else None
         self._events.add(
             "decision", attempt=attempt, step=step, generation=str(located.generation) if located else None
@@ -126,12 +128,10 @@ class Coordinator:
     async def replace_store(self, rank: int, attempt: int) -> ActorHandle:
         """A rank found its store dead: a new, empty one on the same node."""
         member = self._members[rank]
-        name = fleet.store_name(self._run.digest, member)
-        self._lose(name)
-        handles = {one.rank: self._store_of(one) for one in self._members}
+        await self._end(fleet.store_name(self._run.digest, member))
         if attempt == self._books.attempt:
-            self._spawn(self._form_group(attempt, handles))
-        return handles[rank]
+            self._spawn(self._form_group(attempt))
+        return self._store_of(member)
 
     # Stores and workers report.
 
@@ -245,13 +245,12 @@ class Coordinator:
         # What it reported between its answer and this line is not in the answer.
         for report in (*inventory.held, *self._early.pop(name, ())):
             self._books = books_.held(self._books, report)
-        handle.serve.remote(ray.get_runtime_context().current_actor)
 
     async def _refresh(self, attempt: int) -> None:
         """Rebuilds the books from what the living stores say, after they refuse writes of older attempts."""
         handles = dict(self._stores)
         await self._ask({name: handle.fence.remote(attempt) for name, handle in handles.items()})
-        inventories = await self._ask({name: handle.inventory.remote() for name, handle in handles.items()})
+        inventories = await self._ask({name: handle.inventory.remote(self._me) for name, handle in handles.items()})
         for name in handles.keys() - inventories.keys():
             self._lose(name)
         for name, inventory in inventories.items():
@@ -263,31 +262,45 @@ class Coordinator:
             self._books = books_.store_lost(self._books, name)
             self._events.add("store_lost", store=name)
 
-    async def _lost(self, name: str) -> None:
-        """A store is dead: the newest complete generation gets its copies back without waiting for the next snapshot."""
-        self._lose(name)
-        self._restore_copies()
-        await self._notify()
-
     def _store_of(self, member: Member) -> ActorHandle:
+        """A member's store, started if there is none. Known from now on: it is to be fenced also while it starts."""
         name = fleet.store_name(self._run.digest, member)
-        return self._stores.get(name) or fleet.create_store(
-            self._run.digest, member, self._secret, self._config.orphan_timeout_s, self._config.timeout_s
-        )
+        if name not in self._stores:
+            self._stores[name] = fleet.create_store(
+                self._run.digest, member, self._secret, self._config.orphan_timeout_s, self._config.timeout_s
+            )
+        return self._stores[name]
 
-    async def _form_group(self, attempt: int, handles: Mapping[int, ActorHandle]) -> None:
-        """Waits for the group's stores, tells them of each other, and brings the restored generation back to its copies."""
-        refs = {str(rank): handle.inventory.remote() for rank, handle in handles.items()}
-        answers = {int(rank): answer for rank, answer in (await self._ask_long(refs)).items()}
-        for rank, inventory in answers.items():
-            if inventory.name not in self._books.domains:
-                self._adopt(handles[rank], inventory)
-        names = {rank: inventory.name for rank, inventory in answers.items()}
-        self._books = books_.group_formed(self._books, attempt, names.values())
-        group = Group(attempt, {rank: self._addresses[name] for rank, name in names.items()}, names)
-        await self._ask({names[rank]: handles[rank].join_group.remote(group) for rank in names})
+    async def _form_group(self, attempt: int) -> None:
+        """Waits for the members' stores, tells them of each other, and brings what is restored back to its copies."""
+        answers: dict[str, Inventory] = {}
+        ranks = {fleet.store_name(self._run.digest, member): member for member in self._members}
+        for _ in range(STORE_START_TRIES):
+            handles = {name: self._store_of(member) for name, member in ranks.items()}
+            answers = await self._ask_long({name: handle.inventory.remote(self._me) for name, handle in handles.items()})
+            if attempt != self._books.attempt:
+                return
+            for name, inventory in answers.items():
+                if name not in self._books.domains:
+                    self._adopt(handles[name], inventory)
+            silent = ranks.keys() - answers.keys()
+            if not silent:
+                break
+            for name in silent:
+                logger.warning("Store %s did not start; trying again.", name)
+                await self._end(name)
+        self._books = books_.group_formed(self._books, attempt, answers)
+        present = {ranks[name].rank: name for name in answers}
+        group = Group(attempt, {rank: self._addresses[name] for rank, name in present.items()}, present)
+        await self._ask({name: self._stores[name].join_group.remote(group) for name in answers})
         self._restore_copies()
         await self._notify()
+
+    async def _end(self, name: str) -> None:
+        handle = self._stores.get(name)
+        self._lose(name)
+        if handle is not None:
+            await asyncio.to_thread(fleet.end_store, name, handle, STORE_TIMEOUT_S)
 
     async def _ask_long(self, refs: Mapping[str, Any]) -> dict[str, Any]:
         """Like `_ask`, for stores that may still be starting."""
@@ -299,17 +312,22 @@ class Coordinator:
     async def _beat(self) -> None:
         """Tells the stores that the run lives, and notices those that do not."""
         while True:
-            handles = dict(self._stores)
-            refs = {name: handle.heartbeat.remote() for name, handle in handles.items()}
-            for name, ref in refs.items():
-                try:
-                    await asyncio.wait_for(ref, STORE_TIMEOUT_S)
-                except ActorDiedError:
-                    logger.warning("Store %s died; what only it held is lost.", name)
-                    await self._lost(name)
-                except (RayError, TimeoutError) as error:
-                    logger.warning("Store %s does not answer: %r", name, error)
+            await asyncio.gather(*(self._beat_one(name, handle) for name, handle in self._stores.items()))
             await asyncio.sleep(HEARTBEAT_S)
+
+    async def _beat_one(self, name: str, handle: ActorHandle) -> None:
+        try:
+            await asyncio.wait_for(handle.heartbeat.remote(), STORE_TIMEOUT_S)
+        except ActorDiedError:
+            # By now another store may have its name.
+            if self._stores.get(name) is handle:
+                logger.warning("Store %s died; what only it held is lost.", name)
+                self._lose(name)
+                self._restore_copies()
+                await self._notify()
+        except (RayError, TimeoutError) as error:
+            if name in self._books.domains:
+                logger.warning("Store %s does not answer: %r", name, error)
 
     # Inside: generations.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 
 import ray
 from ray.actor import ActorHandle
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "ray_jax_ckpt"
 # A store answers many callers at once, and some of them wait inside: for a buffer, for a peer, for a digest.
 MAX_CONCURRENT_CALLS = 64
+NAME_POLL_S = 0.05
 TPU_SLICE_LABEL = "ray.io/tpu-slice-name"
 
 
@@ -68,6 +70,19 @@ def create_store(run: str, member: Member, secret: str, orphan_timeout_s: float,
         scheduling_strategy=NodeAffinitySchedulingStrategy(member.node_id, soft=False),
     )
     return actor.remote(options, secret)
+
+
+def end_store(name: str, handle: ActorHandle, timeout_s: float) -> None:
+    """Ends a store that seems dead, and waits until its name is free, so that the next one is not taken for it. Blocks."""
+    ray.kill(handle)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            return
+        time.sleep(NAME_POLL_S)
+    logger.warning("The name of store %s was not given up within %g s.", name, timeout_s)
 
 
 def failure_domains(nodes: dict[str, dict[str, str]], setting: str, copies: int) -> dict[str, str]:

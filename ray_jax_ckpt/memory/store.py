@@ -89,9 +89,14 @@ class ReplicaStore:
 
     # Who it is.
 
-    def inventory(self) -> Inventory:
-        """Who this store is and what it holds."""
+    def inventory(self, coordinator: ActorHandle | None = None) -> Inventory:
+        """Who this store is and what it holds.
+
+        With a coordinator it reports to that one from now on, without a gap: whatever is not in the answer is reported.
+        """
+        self.heartbeat()
         with self._changed:
+            self._coordinator = coordinator or self._coordinator
             held = tuple(self._report(generation) for generation in sorted(self._slots.generations()))
             options, attempt = self._options, self._slots.attempt
         return Inventory(
@@ -109,11 +114,6 @@ class ReplicaStore:
     def pid(self) -> int:
         """Process id of this store."""
         return os.getpid()
-
-    def serve(self, coordinator: ActorHandle) -> None:
-        """From now on this store reports to `coordinator`."""
-        self._coordinator = coordinator
-        self.heartbeat()
 
     def fence(self, attempt: int) -> None:
         """Refuses writes of attempts before this one, for ever."""
@@ -148,6 +148,8 @@ class ReplicaStore:
             StaleAttemptError: A newer attempt has started.
             StoreError: The slot is not this attempt's.
         """
+        with self._changed:
+            slots_.commit(self._slots, slot, attempt)
         index = Index.from_bytes(raw_index)
         places = {part.id: (part.offset, part.num_bytes) for part in index.layout.parts}
         with self._changed:
