@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
-import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +134,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration; returns the exit code."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     work = (arguments.out or Path(tempfile.mkdtemp(prefix="train_gpt-"))).resolve()
     work.mkdir(parents=True, exist_ok=True)
     kept = work if arguments.out else Path(tempfile.gettempdir()).resolve()
@@ -145,8 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return demonstrate(arguments, work, kept / "train_gpt.png", console)
     except Exception as error:
         return _explain(error, console.log, kept / "train_gpt.log")
-    except KeyboardInterrupt:
-        print("interrupted")
+    except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own way to take Ctrl-C, and SIGTERM
+        print("interrupted; cluster and workers are shut down")
         return 130
     finally:
         if not arguments.out:
@@ -156,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def demonstrate(arguments: argparse.Namespace, work: Path, picture: Path, console: Console) -> int:
     """Starts or joins a cluster, trains with failures, then without, and compares."""
     cluster.prepare_environment()
+    release_spare = _nothing
     with contextlib.ExitStack() as stack:
         if arguments.address:
             stack.enter_context(cluster.connected(arguments.address))
@@ -166,18 +165,25 @@ def demonstrate(arguments: argparse.Namespace, work: Path, picture: Path, consol
             spare = any(fault.kind == "node" for fault in arguments.plan)
             nodes = f"a head, {NUM_WORKERS} nodes" + " and a spare" * spare
             console.say(f"starting a cluster: {nodes}; log: {console.log}")
-            stack.enter_context(cluster.own_cluster(num_nodes=NUM_WORKERS + spare))
+            release_spare = stack.enter_context(cluster.own_cluster(num_nodes=NUM_WORKERS, spare=spare))
             console.say("cluster is up")
         if not arguments.plan:
-            train("plain", work, arguments, [], console)
+            train("plain", work, arguments, [], release_spare, console)
             return 0
-        deaths = train("interrupted", work, arguments, arguments.plan, console)
+        deaths = train("interrupted", work, arguments, arguments.plan, release_spare, console)
         show_recoveries(work / "interrupted", deaths, console)
-        train("uninterrupted", work, arguments, [], console)
+        train("uninterrupted", work, arguments, [], release_spare, console)
     return conclude(work, arguments, deaths, picture, console)
 
 
-def train(name: str, storage: Path, arguments: argparse.Namespace, plan: list[Fault], console: Console) -> list[Death]:
+def train(
+    name: str,
+    storage: Path,
+    arguments: argparse.Namespace,
+    plan: list[Fault],
+    release_spare: Callable[[], None],
+    console: Console,
+) -> list[Death]:
     """Trains once, carrying out the plan; returns what died.
 
     Raises:
@@ -186,7 +192,7 @@ def train(name: str, storage: Path, arguments: argparse.Namespace, plan: list[Fa
     shutil.rmtree(storage / name, ignore_errors=True)
     failures = f", {len(plan)} failures to come" if plan else ""
     console.say(f"run '{name}': {arguments.steps} steps, a snapshot every {arguments.snapshot_every}{failures}")
-    injector = FaultInjector(storage / name, plan, console.say)
+    injector = FaultInjector(storage / name, plan, console.say, release_spare)
     injector.start()
     try:
         make_trainer(name, storage, arguments).fit()
@@ -220,6 +226,10 @@ def conclude(work: Path, arguments: argparse.Namespace, deaths: list[Death], pic
         f"{len(result.differences)} differences)"
     )
     return 0 if result.identical else 1
+
+
+def _nothing() -> None:
+    pass
 
 
 def _explain(error: Exception, log: Path, kept: Path) -> int:

@@ -158,7 +158,7 @@ class Session:
             return True
 
     def _abandon(self, generation: Generation, reason: str) -> None:
-        self.coordinator.abandon.remote(generation, reason, self.world_size)
+        self.coordinator.abandon.remote(generation, reason)
 
     def _check_memory(self, plan: Plan) -> None:
         """What all stores on this node will hold, compared with what it may take. Once per tree structure."""

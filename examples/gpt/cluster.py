@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,11 @@ def prepare_environment() -> None:
 
 
 @contextlib.contextmanager
-def own_cluster(*, num_nodes: int) -> Iterator[None]:
+def own_cluster(*, num_nodes: int, spare: bool) -> Iterator[Callable[[], None]]:
     """Starts a head node, which never trains, and `num_nodes` nodes with room for one worker each; connects to it.
+
+    With `spare` there is one node more, kept free of workers until the function that the context gives is called: else
+    Ray may put a worker there after any failure, away from the snapshots on its own node.
 
     All processes and files are gone when the context is left, whatever was killed in between.
     """
@@ -48,11 +53,12 @@ def own_cluster(*, num_nodes: int) -> Iterator[None]:
             initialize_head=True,
             head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 * 2**20},
         )
-        for _ in range(num_nodes):
-            cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20, wait=False)
+        nodes = [
+            cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20, wait=False) for _ in range(num_nodes + spare)
+        ]
         cluster.wait_for_nodes(timeout=120)
         with connected(cluster.address):
-            yield
+            yield _occupy(nodes[-1].node_id) if spare else lambda: None
     finally:
         if cluster is not None:
             import ray
@@ -68,16 +74,32 @@ def connected(address: str) -> Iterator[None]:
     """Connects this driver to a cluster; workers anywhere get this folder's modules."""
     import ray
 
-    ray.init(
-        address=address,
-        runtime_env={"working_dir": str(EXAMPLES), "excludes": ["**/__pycache__"]},
-        logging_level=logging.WARNING,
-        log_to_driver=True,
-    )
+    environment: dict[str, Any] = {"working_dir": str(EXAMPLES), "excludes": ["**/__pycache__"]}
+    if ":" in address:
+        # Ray Train's clean-up asks "the" cluster of the machine, and must not ask somebody else's.
+        environment["env_vars"] = {"RAY_ADDRESS": address}
+    ray.init(address=address, runtime_env=environment, logging_level=logging.WARNING, log_to_driver=True)
+    # Ray has put its own handler there, which ends the process without any clean-up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _occupy(node_id: str) -> Callable[[], None]:
+    """Takes the only CPU of a node; returns what gives it back."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    class Occupant:
+        def ready(self) -> None:
+            pass
+
+    there: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    occupant: Any = ray.remote(num_cpus=1, scheduling_strategy=there)(Occupant).remote()
+    ray.get(occupant.ready.remote(), timeout=120)
+    return lambda: ray.kill(occupant)
 
 
 def _restore(name: str, value: str | None) -> None:

@@ -63,13 +63,16 @@ class FaultInjector(threading.Thread):
         run_dir: Where the ranks write their progress.
         plan: Faults, by ascending step.
         say: Gets one line per fault.
+        release_spare: Called before a node is killed, so that another can take its place.
     """
 
-    def __init__(self, run_dir: Path, plan: list[Fault], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, run_dir: Path, plan: list[Fault], say: Callable[[str], None], release_spare: Callable[[], None]
+    ) -> None:
         super().__init__(name="faults", daemon=True)
         self.deaths: list[Death] = []
         self.problem: str | None = None
-        self._run_dir, self._plan, self._say = run_dir, plan, say
+        self._run_dir, self._plan, self._say, self._release_spare = run_dir, plan, say, release_spare
         self._done = threading.Event()
 
     def close(self) -> None:
@@ -102,6 +105,8 @@ class FaultInjector(threading.Thread):
 
         if record["host"] != socket.gethostname():
             raise ValueError(f"it runs on {record['host']}, and only processes of this machine can be killed")
+        if fault.kind == "node":
+            self._release_spare()
         time.sleep(self._step_time_s() / 2)  # into the middle of the next step
         begun = time.time()
         num_processes = 1

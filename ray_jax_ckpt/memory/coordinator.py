@@ -140,17 +140,16 @@ class Coordinator:
         if report.store not in self._books.domains:
             self._early.setdefault(report.store, []).append(report)
             return
-        before = self._books.entries.get(report.generation)
+        known = self._books.abandoned
         self._books = books_.held(self._books, report)
-        entry = self._books.entries.get(report.generation)
-        if entry is not None and entry.abandoned and not (before and before.abandoned):
-            logger.warning("Step %d cannot be restored: %s.", report.generation.step, entry.abandoned)
+        for generation in self._books.abandoned.keys() - known.keys():
+            logger.warning("Step %d cannot be restored: %s.", generation.step, self._books.abandoned[generation])
         await self._notify()
 
-    async def abandon(self, generation: Generation, reason: str, world_size: int) -> None:
+    async def abandon(self, generation: Generation, reason: str) -> None:
         """A rank did not take, or could not store, this generation: it can never become complete."""
         if generation.attempt == self._books.attempt:
-            self._books = books_.abandoned(self._books, generation, reason, world_size)
+            self._books = books_.abandoned(self._books, generation, reason)
             self._events.add("abandoned", step=generation.step, reason=reason)
             await self._notify()
 
@@ -164,7 +163,7 @@ class Coordinator:
     async def must_wait(self) -> bool:
         """Whether a generation was abandoned since the newest complete one: busy ranks then wait instead of skipping."""
         newest = next(iter(self._books.complete()), None)
-        return any(e.abandoned and (newest is None or g > newest) for g, e in self._books.entries.items())
+        return any(newest is None or generation > newest for generation in self._books.abandoned)
 
     async def wait(self, generation: Generation, status: Status, timeout_s: float) -> tuple[int, int]:
         """Waits until a generation is complete or protected.
@@ -180,9 +179,9 @@ class Coordinator:
         deadline = time.monotonic() + timeout_s
         async with self._changed:
             while True:
-                entry = self._books.entries.get(generation)
-                if entry is not None and entry.abandoned:
-                    raise SnapshotError(f"The snapshot of step {generation.step} was abandoned: {entry.abandoned}.")
+                reason = self._books.abandoned.get(generation)
+                if reason:
+                    raise SnapshotError(f"The snapshot of step {generation.step} was abandoned: {reason}.")
                 ready = [g for g in self._books.entries if g >= generation and self._books.status(g) in good]
                 if ready:
                     return min(map(len, self._books.covered(min(ready)))), self._config.copies

@@ -38,13 +38,11 @@ class Entry:
         world_size: Ranks that have to contribute.
         holders: Stores that hold a verified copy, per part. A part without any is known and missing.
         structure: Digest of the global tree and its placement, the same on all ranks; "" until the first rank told.
-        abandoned: Why it can never be restored, or "".
     """
 
     world_size: int
     holders: Mapping[str, frozenset[str]] = field(default_factory=dict)
     structure: str = ""
-    abandoned: str = ""
 
     def expected(self) -> set[str]:
         """Parts it needs: those announced, and every rank's host part (which announces the rest)."""
@@ -82,6 +80,7 @@ class Books:
         domains: Failure domain of every living store.
         group: Stores of the current worker group. Others live on until what they hold has been replaced.
         entries: By generation.
+        abandoned: Generations that can never be restored, and why; forgotten once a newer one is complete.
     """
 
     copies: int
@@ -89,6 +88,7 @@ class Books:
     domains: Mapping[str, str] = field(default_factory=dict)
     group: frozenset[str] = NOWHERE
     entries: Mapping[Generation, Entry] = field(default_factory=dict)
+    abandoned: Mapping[Generation, str] = field(default_factory=dict)
 
     # What follows from them.
 
@@ -115,7 +115,7 @@ class Books:
 
     def status(self, generation: Generation) -> Status:
         """See `Status`."""
-        if self.entries[generation].abandoned:
+        if generation in self.abandoned:
             return Status.ABANDONED
         fewest = min(map(len, self.covered(generation)))
         return Status.PENDING if fewest == 0 else Status.PROTECTED if fewest >= self.wanted() else Status.COMPLETE
@@ -147,7 +147,7 @@ class Books:
         return frozenset(
             older
             for older in newest_first
-            if self.entries[older].abandoned or any(self.replaces(newer, older) for newer in newest_first)
+            if older in self.abandoned or any(self.replaces(newer, older) for newer in newest_first)
         )
 
     def undercovered(self, generation: Generation) -> dict[str, frozenset[str]]:
@@ -211,16 +211,18 @@ def dropped(books: Books, store: str, generation: Generation, parts: Iterable[st
     return replace(books, entries={**books.entries, generation: replace(entry, holders=holders)})
 
 
-def abandoned(books: Books, generation: Generation, reason: str, world_size: int = 1) -> Books:
-    """The generation can never become complete. It stays listed until the stores have let go of it."""
-    entry = books.entries.get(generation) or Entry(world_size)
-    return replace(books, entries={**books.entries, generation: replace(entry, abandoned=entry.abandoned or reason)})
+def abandoned(books: Books, generation: Generation, reason: str) -> Books:
+    """The generation can never become complete. Stores that still come with parts of it are told to let go of them."""
+    return replace(books, abandoned={generation: reason, **books.abandoned})
 
 
 def released(books: Books, generations: Iterable[Generation]) -> Books:
     """The stores were told to free these."""
     gone = set(generations)
-    return replace(books, entries={g: entry for g, entry in books.entries.items() if g not in gone})
+    books = replace(books, entries={g: entry for g, entry in books.entries.items() if g not in gone})
+    newest = next(iter(books.complete()), None)
+    kept = {g: reason for g, reason in books.abandoned.items() if newest is None or g > newest or g in books.entries}
+    return replace(books, abandoned=kept)
 
 
 def attempt_started(books: Books, attempt: int) -> tuple[Books, Generation | None]:

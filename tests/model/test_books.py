@@ -88,6 +88,16 @@ def test_an_abandoned_generation_is_free_and_never_restored():
     assert books.complete() == [G1]
 
 
+def test_an_abandoned_generation_is_known_until_a_newer_one_is_complete():
+    books = books_.abandoned(hold(group(), "a", G1), G1, "rank 1 skipped it")
+    books = books_.released(books, books.releasable())
+    assert books.abandoned == {G1: "rank 1 skipped it"}
+    late = hold(books, "b", G1)
+    assert late.releasable() == {G1}
+    books = both(books_.released(late, [G1]), G2)
+    assert books_.released(books, books.releasable()).abandoned == {}
+
+
 def test_a_new_attempt_abandons_what_is_newer_than_its_choice_and_incomplete():
     books, choice = books_.attempt_started(hold(both(group(), G1), "a", G2), 2)
     assert choice == G1
@@ -109,7 +119,7 @@ def test_a_damaged_copy_counts_as_none_and_an_older_generation_is_chosen():
 def test_ranks_with_different_trees_make_the_generation_unusable():
     books = hold(hold(group(), "a", G1, structure="x"), "b", G1, structure="y")
     assert books.status(G1) is Status.ABANDONED
-    assert "different trees" in books.entries[G1].abandoned
+    assert "different trees" in books.abandoned[G1]
 
 
 def test_a_rollback_starts_a_new_line_that_is_newer_at_lower_steps():
