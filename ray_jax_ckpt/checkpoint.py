@@ -42,7 +42,7 @@ class SnapshotCheckpoint(ray.train.Checkpoint):
 
 
 class UndecidedCheckpoint(ray.train.Checkpoint):
-    """What `get_checkpoint()` returns while it is not known what is restored. Using it raises, so that no rank starts afresh.
+    """What `get_checkpoint()` returns while it is not known what is restored: using it raises.
 
     A rank that saw None here, while the others restore, would train on other weights than they do.
     """
@@ -62,7 +62,8 @@ class UndecidedCheckpoint(ray.train.Checkpoint):
 def no_files(step: int) -> NotSupportedError:
     """The error for reading a snapshot as files."""
     return NotSupportedError(
-        f"The snapshot of step {step} is in memory and has no files: this version restores it with ray_jax_ckpt.restore() "
+        f"The snapshot of step {step} is in memory and has no files: this version restores it with "
+        f"ray_jax_ckpt.restore() "
         "only. To keep a checkpoint on storage, save the state with Orbax and report that directory."
     )
 
@@ -70,7 +71,8 @@ def no_files(step: int) -> NotSupportedError:
 def undecided() -> RestoreError:
     """The error for using a checkpoint before there is one."""
     return RestoreError(
-        "What this worker group restores could not be decided in time (the manager's log says why). Failing this attempt, "
+        "What this worker group restores could not be decided in time (the manager's log says why). Failing this "
+        "attempt, "
         "so that the next one decides again, instead of training from the wrong state."
     )
 

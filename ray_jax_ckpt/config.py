@@ -16,12 +16,13 @@ class SnapshotConfig(BaseModel):
             that of a node (or of one whole failure domain).
         max_bytes: Upper limit, per node, of the memory that stores and staging may take. None: what the node has.
         on_busy: What a due snapshot does while the previous one still occupies the pipeline: "wait" blocks the training
-            thread (at most `timeout_s`), "skip" returns None. After a skipped one every rank waits until a generation is
-            complete again, so that ranks skipping in turns cannot starve the run of snapshots.
+            thread (at most `timeout_s`), "skip" returns None. After a skipped one every rank waits until a generation
+            is complete again, so that ranks skipping in turns cannot starve the run of snapshots.
         timeout_s: Bound, in seconds, of every wait of the train-function calls that take no `timeout_s` of their own.
         verify: Digest every shard at capture, and check it on receipt and before a restore.
-        orphan_timeout_s: A store ends itself so many seconds after the last sign of life of its run's controller. It bounds how
-            long memory stays occupied after a SIGKILLed driver, and how long a new driver with the same run can take over.
+        orphan_timeout_s: A store ends itself so many seconds after the last sign of life of its run's controller. It
+            bounds how long memory stays occupied after a SIGKILLed driver, and how long a new driver with the same run
+            can take over.
         failure_domain: What fails together. "auto": TPU slices where Ray labels them, when there are at least `copies`,
             else nodes. "node": nodes. Anything else: the key of a Ray node label.
     """

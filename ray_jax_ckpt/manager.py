@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import ray
-from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_jax_ckpt import _ray_compat, session
@@ -41,9 +40,7 @@ def _safe(hook: Hook) -> Hook:
     return guarded  # pyright: ignore[reportReturnType]
 
 
-class CheckpointManager(
-    _ray_compat.ReportCallback, _ray_compat.WorkerGroupCallback, _ray_compat.ControllerCallback
-):
+class CheckpointManager(_ray_compat.ReportCallback, _ray_compat.WorkerGroupCallback, _ray_compat.ControllerCallback):
     """Keeps snapshots of a run in memory and restores the newest complete one when Ray Train restarts the workers.
 
     Give it to `RunConfig(callbacks=[CheckpointManager(...)])`. The run is its storage path and name: a new driver with
@@ -59,7 +56,7 @@ class CheckpointManager(
 
     def __init__(self, snapshot: SnapshotConfig | None = None) -> None:
         self._config = session.check_config(SnapshotConfig() if snapshot is None else snapshot)
-        self._coordinator: ActorHandle | None = None
+        self._coordinator: Any = None
         self._decision: Any = None
         self._failed = False
 
@@ -70,7 +67,8 @@ class CheckpointManager(
         """Starts the run's coordinator beside the controller, owned by it."""
         if _ray_compat.max_failures(train_run_context) == 0:
             warnings.warn(
-                "FailureConfig(max_failures=0), Ray's default: nothing will restart after a failure, so no snapshot will ever "
+                "FailureConfig(max_failures=0), Ray's default: nothing will restart after a failure, so no snapshot "
+                "will ever "
                 "be restored. Set RunConfig(failure_config=FailureConfig(max_failures=...)).",
                 RuntimeWarning,
                 stacklevel=2,
@@ -78,16 +76,15 @@ class CheckpointManager(
         filesystem, path = _ray_compat.storage_filesystem(train_run_context), _ray_compat.run_path(train_run_context)
         identity = RunIdentity(fleet.run_digest(_describe(filesystem), path), path, filesystem)
         here = ray.get_runtime_context().get_node_id()
-        self._coordinator = (
-            ray.remote(Coordinator)
-            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
-            .remote(identity, self._config)
-        )
+        beside = NodeAffinitySchedulingStrategy(here, soft=False)
+        actor: Any = ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=beside)
+        self._coordinator = actor.remote(identity, self._config)
+        # Finds living stores now: their orphan timeout must not pass while the run waits for resources.
         self._coordinator.open.remote()
 
     @_safe
     def after_controller_finish(self, result: Any) -> None:
-        """A run that ended well needs its stores no more; those of one that failed wait for a new driver for a while."""
+        """A run that ended well needs its stores no more; those of one that failed wait for a new driver."""
         if self._coordinator is not None:
             ray.get(self._coordinator.finish.remote(keep=result.error is not None), timeout=FINISH_TIMEOUT_S)
 
@@ -121,8 +118,8 @@ class CheckpointManager(
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Sends each worker two calls, which it runs in order and before the train function: arm, and decide.
 
-        The second one waits for the decision. If that fails the worker stays armed, and its train function raises when it
-        asks for the checkpoint instead of starting afresh.
+        The second one waits for the decision. If that fails the worker stays armed, and its train function raises when
+        it asks for the checkpoint instead of starting afresh.
         """
         self._record("backend_ready")
         if self._coordinator is not None and self._decision is not None:
@@ -160,13 +157,15 @@ class CheckpointManager(
 
 def group_members(workers: list[Any], config: SnapshotConfig) -> tuple[Member, ...]:
     """The members of a group of Ray Train workers, numbered per node, with their failure domains."""
-    labels = {node["NodeID"]: node.get("Labels", {}) for node in ray.nodes() if node["Alive"]}
+    labels: dict[str, dict[str, str]] = {
+        node["NodeID"]: node.get("Labels", {}) for node in ray.nodes() if node["Alive"]
+    }
     domains = fleet.failure_domains(labels, config.failure_domain, config.copies)
     seen: dict[str, int] = defaultdict(int)
     members = []
     for rank, worker in enumerate(workers):
         node = worker.metadata.node_id
-        members.append(Member(rank, node, worker.metadata.node_ip, seen[node], domains.get(node, node)))
+        members.append(Member(rank, node, worker.metadata.node_ip, seen[node], domains[node] if node in domains else node))
         seen[node] += 1
     return tuple(members)
 

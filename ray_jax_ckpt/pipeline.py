@@ -151,7 +151,9 @@ class Pipeline:
         elapsed = time.monotonic() - job.started
         step = job.generation.step
         warnings.warn(
-            f"The snapshot of step {step} failed after {elapsed:.1f} s, training goes on: {error!r}", RuntimeWarning, stacklevel=1
+            f"The snapshot of step {step} failed after {elapsed:.1f} s, training goes on: {error!r}",
+            RuntimeWarning,
+            stacklevel=1,
         )
         try:
             self._failed(job.generation, repr(error))
@@ -159,12 +161,13 @@ class Pipeline:
             logger.warning("Nobody could be told that step %d failed: %r", step, second)
 
     def _begin(self, generation: Generation, num_bytes: int, timeout_s: float) -> Grant:
-        ref = self._store.begin.remote(self._attempt, generation, num_bytes, self._writer, timeout_s)
+        ref: Any = self._store.begin.remote(self._attempt, generation, num_bytes, self._writer, timeout_s)
         try:
             return ray.get(ref, timeout=timeout_s + GRACE_S)
         except GetTimeoutError:
             raise SnapshotTimeoutError(
-                f"The store of this rank did not answer within {timeout_s + GRACE_S:g} s when step {generation.step} was to be "
+                f"The store of this rank did not answer within {timeout_s + GRACE_S:g} s when step {generation.step} "
+                f"was to be "
                 "stored. It, or its node, hangs; raise timeout_s if it is only slow."
             ) from None
 

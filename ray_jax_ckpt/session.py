@@ -126,7 +126,8 @@ class Session:
             raise StepError(f"step must not be negative, got {step}.")
         if self._last_step is not None and step < self._last_step:
             raise StepError(
-                f"Step {step} comes after step {self._last_step} in the same attempt. Going back needs restore(), which "
+                f"Step {step} comes after step {self._last_step} in the same attempt. Going back needs restore(), "
+                f"which "
                 "starts a new line; otherwise steps must grow."
             )
 
@@ -169,7 +170,8 @@ class Session:
         staging = sum(plan.stored[rank][0] for rank in ranks)
         total = BUFFERS * (own + peer) + staging
         text = (
-            f"Snapshots take {_gb(total)} on this node ({len(ranks)} workers): {BUFFERS} x {_gb(own)} of its own shards, "
+            f"Snapshots take {_gb(total)} on this node ({len(ranks)} workers): {BUFFERS} x {_gb(own)} of its own "
+            f"shards, "
             f"{BUFFERS} x {_gb(peer)} of peers, {_gb(staging)} of staging while one is copied"
         )
         logger.info("%s.", text)
@@ -179,7 +181,8 @@ class Session:
         for name, limit in limits.items():
             if limit is not None and total > limit:
                 raise MemoryLimitError(
-                    f"{text}; {name} allows {_gb(limit)}. Use fewer copies (now {self.config.copies}), more nodes, or a "
+                    f"{text}; {name} allows {_gb(limit)}. Use fewer copies (now {self.config.copies}), more nodes, or "
+                    f"a "
                     "larger SnapshotConfig.max_bytes."
                 )
         self._checked = plan
@@ -205,7 +208,9 @@ class Session:
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, CheckpointError) else SnapshotError(str(error))) from None
         except GetTimeoutError:
-            raise SnapshotTimeoutError(f"The run's coordinator or store did not answer within {timeout_s:g} s.") from None
+            raise SnapshotTimeoutError(
+                f"The run's coordinator or store did not answer within {timeout_s:g} s."
+            ) from None
         except RayError as error:
             raise SnapshotError(f"The run's coordinator or store cannot be reached: {error}") from error
 
@@ -249,11 +254,13 @@ def current() -> Session:
         return _current
     if isinstance(_current, Wiring):
         raise NoSessionError(
-            "This attempt's restore decision has not arrived, so snapshots cannot be numbered. Failing the attempt; the "
+            "This attempt's restore decision has not arrived, so snapshots cannot be numbered. Failing the attempt; "
+            "the "
             "manager's log says why."
         )
     raise NoSessionError(
-        "Not in the train function of a run with a CheckpointManager. Call this inside the function that JaxTrainer runs, "
+        "Not in the train function of a run with a CheckpointManager. Call this inside the function that JaxTrainer "
+        "runs, "
         "with at least one worker (num_workers=0 runs without a controller), and add "
         "RunConfig(callbacks=[ray_jax_ckpt.CheckpointManager()])."
     )
@@ -268,7 +275,8 @@ def _data_state(data: Any) -> Any:
         return encode_value(get_state() if callable(get_state) else data)
     except (CheckpointError, TypeError) as error:
         raise DataStateError(
-            f"data= of type {type(data).__name__} cannot be saved: {error} Give an object with get_state() and set_state() "
+            f"data= of type {type(data).__name__} cannot be saved: {error} Give an object with get_state() and "
+            f"set_state() "
             "whose state is made of numbers, strings, bytes, small arrays, lists and dictionaries."
         ) from error
 

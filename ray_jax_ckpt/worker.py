@@ -53,13 +53,15 @@ def snapshot(
 ) -> SnapshotCheckpoint | None:
     """Keeps the training state of a step in memory that outlives this process. All ranks call it at the same steps.
 
-    It returns when the copies from the devices are dispatched; storing, digesting and replicating go on in the background.
-    What the snapshot holds is the state at the call: afterwards it may be donated, deleted, or mutated in place.
+    It returns when the copies from the devices are dispatched; storing, digesting and replicating go on in the
+    background. What the snapshot holds is the state at the call: afterwards it may be donated, deleted, or mutated in
+    place.
 
     Args:
         step: The training step, an int that grows within an attempt unless `restore` was called.
         state: Any pytree: arrays, PRNG keys, numpy arrays, numbers, strings, None. Arrays that span processes are
-            stored once per shard; what a process of several has to itself (host values, its own arrays) is kept per rank.
+            stored once per shard; what a process of several has to itself (host values, its own arrays) is kept per
+            rank.
         data: This process's own state, such as its data iterator: an object with `get_state`, or plain values.
         metrics: Numbers or scalar arrays; fetched from the devices in the background.
         force: Take it although no `every_n_steps` is due, and keep it until the handle is collected.
@@ -70,7 +72,8 @@ def snapshot(
         handle without copying again; metrics that come before it is stored are merged.
 
     Raises:
-        StepError, UnsupportedLeafError, DataStateError, MemoryLimitError, NoSessionError: The call cannot work; nothing was
+        StepError, UnsupportedLeafError, DataStateError, MemoryLimitError, NoSessionError: The call cannot work; nothing
+        was
             taken.
         SnapshotError: Only with `force`: it could not be taken in time. Without it failures are warnings.
     """
@@ -94,18 +97,20 @@ def restore(
 
     Args:
         checkpoint: What `ray.train.get_checkpoint()` returned, or a handle of `snapshot` (waits until it is complete).
-        abstract_state: A tree of arrays or `jax.ShapeDtypeStruct`s with shardings; their mesh and the number of processes
-            may differ from those of the snapshot. None gives numpy arrays in dictionaries and lists.
+        abstract_state: A tree of arrays or `jax.ShapeDtypeStruct`s with shardings; their mesh and the number of
+            processes may differ from those of the snapshot. None gives numpy arrays in dictionaries and lists.
         data: An object whose `set_state` gets this rank's saved `data`.
         partial: The template may lack leaves that the snapshot has.
         cast: Arrays may be converted to the template's dtype.
-        shardings: A sharding for all leaves, or a tree of them (a prefix of the template) that counts against the template's.
-        timeout_s: Bound of each wait: for completeness, for transfers, for other ranks. None: `SnapshotConfig.timeout_s`.
+        shardings: A sharding for all leaves, or a tree of them (a prefix of the template) that counts against the
+            template's.
+        timeout_s: Bound of each wait: for completeness, for transfers, for other ranks. None:
+            `SnapshotConfig.timeout_s`.
 
     Raises:
         TreeMismatchError: Template and snapshot differ: by path, both sides.
-        DataStateError: `data` cannot be put back, for one because the number of processes has changed (`data_by_rank` of a
-            restore without `data=` has every rank's).
+        DataStateError: `data` cannot be put back, for one because the number of processes has changed (`data_by_rank`
+            of a restore without `data=` has every rank's).
         SnapshotLostError: Some part is on no living store.
         RestoreTimeoutError: Other ranks, or bytes, did not come in time.
         NotSupportedError: The checkpoint is not a snapshot of this package.
@@ -147,7 +152,8 @@ def wait(timeout_s: float | None = None) -> None:
     found, wanted = session.ask(session.coordinator.wait.remote(generation, Status.PROTECTED, bound), bound)
     if found < wanted:
         warnings.warn(
-            f"Step {generation.step} is in {found} failure domain(s), copies={wanted} were asked for: more domains do not "
+            f"Step {generation.step} is in {found} failure domain(s), copies={wanted} were asked for: more domains do "
+            f"not "
             "live. The loss of one may lose it.",
             RuntimeWarning,
             stacklevel=2,
@@ -172,7 +178,8 @@ def _snapshot_of(checkpoint: Any) -> SnapshotCheckpoint:
         raise undecided()
     if checkpoint is None:
         raise ConfigError(
-            "restore(None): there is nothing to restore. Check `get_checkpoint()` for None and initialise the state instead."
+            "restore(None): there is nothing to restore. Check `get_checkpoint()` for None and initialise the state "
+            "instead."
         )
     if isinstance(checkpoint, ray.train.Checkpoint | str | os.PathLike):
         raise NotSupportedError(
@@ -217,9 +224,12 @@ def _put_back(data: Any, saved: Any, saved_world_size: int, world_size: int) -> 
         )
     if saved_world_size != world_size:
         raise DataStateError(
-            f"data= was saved by {saved_world_size} processes and cannot be handed to {world_size}. Leave data= away, and "
+            f"data= was saved by {saved_world_size} processes and cannot be handed to {world_size}. Leave data= away, "
+            f"and "
             "divide Restored.data_by_rank among them."
         )
     if saved is None:
-        raise DataStateError("The snapshot holds no data= of this rank. Leave data= away here, or give it to snapshot().")
+        raise DataStateError(
+            "The snapshot holds no data= of this rank. Leave data= away here, or give it to snapshot()."
+        )
     set_state(saved)

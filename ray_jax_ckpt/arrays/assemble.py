@@ -116,7 +116,8 @@ class Assembler:
     def _check_placeable(self, number: int) -> None:
         if self._world_size > 1 and number not in self._own.layout.local:
             raise TreeMismatchError(
-                f"{self._specs[number].path}: the snapshot has a global array, and the template does not say how to shard "
+                f"{self._specs[number].path}: the snapshot has a global array, and the template does not say how to "
+                f"shard "
                 "it over several processes. Give the template's ShapeDtypeStructs shardings, or pass shardings=."
             )
 
@@ -141,8 +142,10 @@ class Assembler:
         contents = {tuple((s.item.box, s.digest) for s in stored) for stored in copies}
         if len(contents) > 1 or any(not digest for content in contents for _, digest in content):
             raise TreeMismatchError(
-                f"{self._specs[number].path}: every one of {len(self._indices)} processes snapshotted an array of its own "
-                f"here, and they differ, so {self._world_size} processes cannot share them out. Make it a global array, or "
+                f"{self._specs[number].path}: every one of {len(self._indices)} processes snapshotted an array of its "
+                f"own "
+                f"here, and they differ, so {self._world_size} processes cannot share them out. Make it a global "
+                f"array, or "
                 "put per-process state into data=."
             )
         return copies[0]
@@ -177,7 +180,8 @@ class Assembler:
             if different:
                 raise TreeMismatchError(
                     f"{self._specs[number].path}: the value differs between the processes that snapshotted it (ranks "
-                    f"{different[:5]} from rank {self._own.layout.rank}), and their number has changed. Put per-process "
+                    f"{different[:5]} from rank {self._own.layout.rank}), and their number has changed. Put "
+                    f"per-process "
                     "state into data=."
                 )
         return self._own.values[number]
@@ -221,7 +225,8 @@ def _data_dtype(spec: tree.LeafSpec) -> np.dtype:
 
 def _places(
     sharding: jax.sharding.Sharding, spec: tree.LeafSpec, shape: tuple[int, ...]
-) -> list[tuple[jax.Device, Box]]:
+) -> list[tuple[Any, Box]]:
+    """Each addressable device and the box of the stored data that it gets."""
     tail = whole(shape[len(spec.shape) :])
     indices = sharding.addressable_devices_indices_map(spec.shape)
     return [(device, box_of(index or (), spec.shape) + tail) for device, index in indices.items()]

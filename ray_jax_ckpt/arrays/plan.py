@@ -1,4 +1,4 @@
-"""What a rank captures of a state and where it goes: computed once per tree structure, then reused at every snapshot."""
+"""What a rank captures of a state and where it goes: computed once per tree structure and reused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Plan:
         layout: Of the rank's buffer.
         captures: In layout order.
         values: Leaves kept in the index.
-        stored: Bytes of its own and of peers that each rank's store holds per generation; of `local` leaves only this rank's.
+        stored: Bytes of its own and of peers that each rank's store holds per generation; of `local` leaves only this
+            rank's.
     """
 
     layout: Layout
@@ -114,7 +115,10 @@ class Planner:
 
 
 def capture(plan: Plan, flat: tree.Flat) -> Captured:
-    """Dispatches the copies of a state that fits the plan. When it returns, the caller may do with the state what it likes."""
+    """Dispatches the copies of a state that fits the plan.
+
+    When it returns, the caller may do with the state what it likes.
+    """
     data = {leaf: _plain(flat.leaves[leaf]) for leaf in {item.leaf for item in plan.captures}}
     device = [i for i, item in enumerate(plan.captures) if item.shard is not None]
     pinned = pin([data[plan.captures[i].leaf].addressable_data(plan.captures[i].shard) for i in device])
@@ -174,7 +178,10 @@ def _signature(leaf: Any) -> Any:
 
 
 def _is_global(leaf: Any, topology: Topology) -> bool:
-    """Whether the ranks hold shards of one array. What a process of several can see whole is its own, never a replica."""
+    """Whether the ranks hold shards of one array.
+
+    What a process of several can see whole is its own, never a replica.
+    """
     return isinstance(leaf, jax.Array) and (len(topology.domains) == 1 or not leaf.is_fully_addressable)
 
 

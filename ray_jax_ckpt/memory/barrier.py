@@ -34,7 +34,8 @@ class Barrier:
                 except TimeoutError:
                     missing = sorted(set(range(size)) - present.keys())
                     raise RestoreTimeoutError(
-                        f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which have not restored. Every rank has "
+                        f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which have not restored. Every rank "
+                        f"has "
                         "to call restore; raise timeout_s if they need longer."
                     ) from None
             if len(set(present.values())) > 1:

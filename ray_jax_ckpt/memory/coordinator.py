@@ -161,7 +161,7 @@ class Coordinator:
         return next(iter(self._books.complete()), None)
 
     async def must_wait(self) -> bool:
-        """Whether a generation was abandoned since the newest complete one: busy ranks then wait instead of skipping."""
+        """Whether one was abandoned since the newest complete generation: busy ranks then wait instead of skipping."""
         newest = next(iter(self._books.complete()), None)
         return any(newest is None or generation > newest for generation in self._books.abandoned)
 
@@ -276,7 +276,8 @@ class Coordinator:
         ranks = {fleet.store_name(self._run.digest, member): member for member in self._members}
         for _ in range(STORE_START_TRIES):
             handles = {name: self._store_of(member) for name, member in ranks.items()}
-            answers = await self._ask_long({name: handle.inventory.remote(self._me) for name, handle in handles.items()})
+            refs = {name: handle.inventory.remote(self._me) for name, handle in handles.items()}
+            answers = await self._ask_long(refs)
             if attempt != self._books.attempt:
                 return
             for name, inventory in answers.items():
@@ -333,7 +334,7 @@ class Coordinator:
     async def _choose(self, attempt: int) -> Located | None:
         """Walks back, newest first, to a generation whose every part some store holds intact."""
         while True:
-            books, choice = books_.attempt_started(self._books, attempt)
+            choice = books_.attempt_started(self._books, attempt)[1]
             if choice is None or await self._verified(choice):
                 break
             logger.warning("Step %d is damaged; all ranks go back to an older one.", choice.step)
@@ -342,7 +343,10 @@ class Coordinator:
         return None if choice is None else await self._locate(choice)
 
     async def _verified(self, generation: Generation) -> bool:
-        """Has every holder digest its parts again, and strikes bad ones out. Whether the generation is still complete."""
+        """Has every holder digest its parts again, and strikes bad ones out.
+
+        Whether the generation is still complete.
+        """
         if not self._config.verify:
             return True
         holders = self._holders(generation)
@@ -423,7 +427,8 @@ class Coordinator:
         ranks = {name: m.rank for m in self._members for name in [fleet.store_name(self._run.digest, m)]}
         silent = sorted(rank for name, rank in ranks.items() if name not in self._books.domains)
         return (
-            f"Step {generation.step} was not {status} within {timeout_s:g} s: {found}; ranks without a living store: {silent}. "
+            f"Step {generation.step} was not {status} within {timeout_s:g} s: {found}; ranks without a living store: "
+            f"{silent}. "
             "Every rank has to snapshot the same steps; raise timeout_s if copying needs longer."
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -33,9 +34,13 @@ def store_name(run: str, member: Member) -> str:
 
 
 def living_stores(run: str) -> dict[str, ActorHandle]:
-    """Handles of the run's detached stores, by name, whoever created them. Some may have died without Ray knowing yet."""
+    """Handles of the run's detached stores, by name, whoever created them.
+
+    Some may have died without Ray knowing yet.
+    """
     found = {}
-    for actor in ray.util.list_named_actors(all_namespaces=True):
+    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    for actor in named:
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{run}:"):
             try:
                 found[actor["name"]] = ray.get_actor(actor["name"], namespace=NAMESPACE)
@@ -59,7 +64,7 @@ def create_store(run: str, member: Member, secret: str, orphan_timeout_s: float,
         orphan_timeout_s=orphan_timeout_s,
         timeout_s=timeout_s,
     )
-    actor = ray.remote(ReplicaStore).options(
+    actor: Any = ray.remote(ReplicaStore).options(
         name=options.name,
         namespace=NAMESPACE,
         lifetime="detached",
@@ -73,7 +78,10 @@ def create_store(run: str, member: Member, secret: str, orphan_timeout_s: float,
 
 
 def end_store(name: str, handle: ActorHandle, timeout_s: float) -> None:
-    """Ends a store that seems dead, and waits until its name is free, so that the next one is not taken for it. Blocks."""
+    """Ends a store that seems dead, and waits until its name is free, so that the next one is not taken for it.
+
+    Blocks.
+    """
     ray.kill(handle)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -65,7 +65,8 @@ class StoreOptions:
 class ReplicaStore:
     """Snapshot memory of one worker, run as a detached actor (`num_cpus=0`, several calls at once, no jax).
 
-    Life: created by the coordinator on a worker's node; found by name and taken over by later attempts and by new drivers of the
+    Life: created by the coordinator on a worker's node; found by name and taken over by later attempts and by new
+        drivers of the
     same run; ends itself when heartbeats stop for `orphan_timeout_s`, and at once when its raylet is gone (a store of a
     dead node must not go on answering). All methods may be called at any time and from any thread.
     """
@@ -203,7 +204,7 @@ class ReplicaStore:
             segment, start, size = self._find(Generation.parse(generation), part)
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise StoreError(f"{part} of generation {generation} has {size} bytes; asked for {nbytes} at {offset}.")
-        return memoryview(segment.view())[start + offset : start + offset + nbytes]
+        return segment.view().data[start + offset : start + offset + nbytes]
 
     def view(self, generation: Generation) -> tuple[StoreView, list[bytes]]:
         """Where this store's parts of a generation lie, and the indices it holds of it."""
@@ -266,8 +267,10 @@ class ReplicaStore:
                 if left <= 0:
                     taken = [f"{s.generation} ({s.phase})" for s in self._slots.of_source(source).values()]
                     raise SnapshotTimeoutError(
-                        f"Store {self._options.name} had no free buffer for generation {generation} within {timeout_s:g} s: "
-                        f"they hold {', '.join(taken)}. A peer that is slow or gone keeps them; raise timeout_s or look there."
+                        f"Store {self._options.name} had no free buffer for generation {generation} within "
+                        f"{timeout_s:g} s: "
+                        f"they hold {', '.join(taken)}. A peer that is slow or gone keeps them; raise timeout_s or "
+                        f"look there."
                     )
                 self._changed.wait(min(left, WATCH_INTERVAL_S))
 
@@ -413,7 +416,7 @@ def push_message(
         start, size = content.places[part]
         spans.append(PartSpan(id=part, offset=offset, nbytes=size))
         digests += [(offset + at, length, expected) for at, length, expected in _checks(content, part) if expected]
-        buffers.append(memoryview(buffer)[start : start + size])
+        buffers.append(buffer.data[start : start + size])
         raw |= {index.layout.rank: text for index, text in zip(content.indices, content.raw, strict=True)}
         offset += size
     header = PushHeader(

@@ -76,7 +76,8 @@ class Books:
 
     Attributes:
         copies: Copies wanted.
-        attempt: The current attempt. Reports of generations of a later one are refused, of earlier ones accepted as inventory.
+        attempt: The current attempt. Reports of generations of a later one are refused, of earlier ones accepted as
+            inventory.
         domains: Failure domain of every living store.
         group: Stores of the current worker group. Others live on until what they hold has been replaced.
         entries: By generation.
@@ -133,8 +134,8 @@ class Books:
     def replaces(self, newer: Generation, older: Generation) -> bool:
         """Whether `newer` is complete and survives every loss of living domains that `older` survives.
 
-        Losing a set of domains is fatal for a generation when it contains all domains of one of its parts. So `newer` may
-        replace `older` if each of its parts' domains contain those of some part of `older`.
+        Losing a set of domains is fatal for a generation when it contains all domains of one of its parts. So `newer`
+        may replace `older` if each of its parts' domains contain those of some part of `older`.
         """
         if newer <= older or self.status(newer) not in (Status.COMPLETE, Status.PROTECTED):
             return False

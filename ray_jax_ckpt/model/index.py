@@ -1,7 +1,8 @@
 """What a rank's buffer of one generation contains, as bytes that travel and are replicated with it.
 
-The layout (leaves, parts, places) is the same for every generation of one tree structure and is encoded once; the contents
-(digests, host values, `data`, metrics) are encoded for each. JSON: read by stores that must not import jax, and never executed.
+The layout (leaves, parts, places) is the same for every generation of one tree structure and is encoded once; the
+contents (digests, host values, `data`, metrics) are encoded for each. JSON: read by stores that must not import jax,
+and never executed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Item:
-    """One shard in a part: `num_bytes` at `offset` of the part are `box` of leaf number `leaf`, row-major little-endian."""
+    """One shard: `num_bytes` at `offset` of a part are `box` of leaf number `leaf`, row-major little-endian."""
 
     leaf: int
     box: Box

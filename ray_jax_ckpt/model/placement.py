@@ -68,8 +68,8 @@ def partners(rank: int, domains: Sequence[str], copies: int) -> tuple[int, ...]:
 def place(shards: Iterable[Shard], domains: Sequence[str], copies: int) -> tuple[Part, ...]:
     """Assigns every shard `copies` places in distinct failure domains, or one per domain where there are fewer.
 
-    Ranks that hold a shard anyway are used first (no bytes travel); what is missing then is pushed to the partners of the
-    first keeper. Shards held by the same ranks are balanced among them by bytes. The result depends on nothing but
+    Ranks that hold a shard anyway are used first (no bytes travel); what is missing then is pushed to the partners of
+    the first keeper. Shards held by the same ranks are balanced among them by bytes. The result depends on nothing but
     the arguments, so that every rank computes the same.
 
     Args:

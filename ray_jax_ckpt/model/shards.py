@@ -78,7 +78,7 @@ def row_span(inner: Box, outer: Box, itemsize: int) -> tuple[int, int, Box]:
         strides.append(strides[-1] * size)
     strides.reverse()
     offset, run = 0, list(outer)
-    for axis, ((a, b), (c, d)) in enumerate(zip(inner, outer, strict=True)):
+    for axis, ((a, b), (c, _d)) in enumerate(zip(inner, outer, strict=True)):
         run[axis] = (a, b)
         offset += (a - c) * strides[axis]
         # Below an axis of more than one row the run must keep whole rows to stay contiguous.

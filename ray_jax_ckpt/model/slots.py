@@ -1,8 +1,9 @@
 """The buffers of one store as pure transitions: who may write into which, what it holds, when it is free.
 
-A slot is one buffer. A writer is granted an EMPTY one, FILLING it, and commits it, HELD. `release` frees what is held, or
-marks it CONDEMNED while a lease is on it. When a newer attempt starts, slots being filled by a writer that may still be
-alive are STRANDED until its process is gone: a stalled copy cannot be refused, so its buffer must not pass on before.
+A slot is one buffer. A writer is granted an EMPTY one, FILLING it, and commits it, HELD. `release` frees what is held,
+or marks it CONDEMNED while a lease is on it. When a newer attempt starts, slots being filled by a writer that may still
+be alive are STRANDED until its process is gone: a stalled copy cannot be refused, so its buffer must not pass on
+before.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Lease:
-    """A hold on what a store has of one generation. `attempt` None: it belongs to the driver's life, not to an attempt."""
+    """A hold on what a store has of one generation.
+
+    `attempt` None: it belongs to the driver's life, not to an attempt.
+    """
 
     id: str
     generation: Generation
@@ -189,5 +193,6 @@ def _free(slots: Slots, keys: Iterable[int]) -> Slots:
 def _check_attempt(slots: Slots, attempt: int) -> None:
     if attempt < slots.attempt:
         raise StaleAttemptError(
-            f"{slots.name} serves attempt {slots.attempt}; this request is of attempt {attempt}, which has been replaced."
+            f"{slots.name} serves attempt {slots.attempt}; this request is of attempt {attempt}, which has been "
+            f"replaced."
         )

@@ -18,7 +18,7 @@ FLUSH_DELAY_S = 0.2
 
 
 class EventLog:
-    """Collects events and rewrites their file in a background thread. Thread-safe; never raises, never blocks on storage.
+    """Collects events and rewrites their file in the background. Thread-safe; never raises, never blocks on storage.
 
     Each line holds `time` (seconds since the epoch), `event`, and the event's own fields. The newest 10,000 are kept.
     """

@@ -28,7 +28,7 @@ def groups(draw: st.DrawFn):
 def test_every_shard_is_in_as_many_domains_as_asked_for_or_exist(case):
     shards, domains, copies = case
     parts = place(shards, domains, copies)
-    assert sorted((s.leaf for p in parts for s in p.shards)) == [s.leaf for s in shards]
+    assert sorted(s.leaf for p in parts for s in p.shards) == [s.leaf for s in shards]
     for part in parts:
         where = [domains[rank] for rank in (*part.keepers, *part.targets)]
         assert len(where) == len(set(where)) == min(copies, len(set(domains)))

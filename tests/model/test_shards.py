@@ -90,7 +90,7 @@ def test_box_of_jax_slices():
 
 def test_generations_are_ordered_by_attempt_then_restores_then_step():
     lines = [Generation(1, 0, 90), Generation(1, 1, 10), Generation(2, 0, 5), Generation(2, 0, 6)]
-    assert sorted(reversed(lines)) == lines
+    assert sorted(lines) == lines
     assert [Generation.parse(str(g)) for g in lines] == lines
 
 
