@@ -112,12 +112,12 @@ def make_trainer(name: str, storage: Path, arguments: argparse.Namespace) -> Jax
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line; ends the program with a message if it makes no sense."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120, help="train steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="train steps (default: %(default)s)")
     parser.add_argument("--snapshot-every", type=int, default=5, metavar="N", help="steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, dropout and data order (default: 0)")
     parser.add_argument("--no-faults", action="store_true", help="just train")
     parser.add_argument("--address", help="of an existing Ray cluster; on this machine only, faults can be shown there")
-    parser.add_argument("--out", type=Path, help="folder for runs, log and picture; none: only the picture is kept")
+    parser.add_argument("--out", type=Path, help="folder for runs, log and picture; else only ./train_gpt.png is kept")
     parser.add_argument("--verbose", action="store_true", help="show all that Ray and the workers print")
     arguments = parser.parse_args(argv)
     if arguments.steps < 1 or arguments.snapshot_every < 1:
@@ -136,13 +136,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     work = (arguments.out or Path(tempfile.mkdtemp(prefix="train_gpt-"))).resolve()
     work.mkdir(parents=True, exist_ok=True)
-    kept = work if arguments.out else Path(tempfile.gettempdir()).resolve()
+    picture = (work if arguments.out else Path.cwd()) / "train_gpt.png"
+    kept_log = (work if arguments.out else Path(tempfile.gettempdir()).resolve()) / "train_gpt.log"
     console = Console(work / "train_gpt.log", verbose=arguments.verbose)
     try:
         with console:
-            return demonstrate(arguments, work, kept / "train_gpt.png", console)
+            return demonstrate(arguments, work, picture, console)
     except Exception as error:
-        return _explain(error, console.log, kept / "train_gpt.log")
+        return _explain(error, console.log, kept_log)
     except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own way to take Ctrl-C, and SIGTERM
         print("interrupted; cluster and workers are shut down")
         return 130
@@ -237,7 +238,7 @@ def _explain(error: Exception, log: Path, kept: Path) -> int:
     if log.exists():
         with log.open("a") as file:
             traceback.print_exception(error, file=file)
-        if log.parent != kept.parent:
+        if log != kept:
             shutil.copyfile(log, kept)
     else:
         traceback.print_exception(error)

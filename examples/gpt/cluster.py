@@ -25,7 +25,8 @@ _QUIET = {
 
 
 def prepare_environment() -> None:
-    """Sets what Ray reads when it is imported. Values the user has set stay."""
+    """Sets what Ray reads when it is imported (values the user has set stay), and makes SIGTERM an orderly end."""
+    _clean_up_on_sigterm()
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 
@@ -79,12 +80,15 @@ def connected(address: str) -> Iterator[None]:
         # Ray Train's clean-up asks "the" cluster of the machine, and must not ask somebody else's.
         environment["env_vars"] = {"RAY_ADDRESS": address}
     ray.init(address=address, runtime_env=environment, logging_level=logging.WARNING, log_to_driver=True)
-    # Ray has put its own handler there, which ends the process without any clean-up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    _clean_up_on_sigterm()  # again: Ray has put its own handler there, which ends the process at once
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _clean_up_on_sigterm() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def _occupy(node_id: str) -> Callable[[], None]:

@@ -31,7 +31,7 @@ class GPTConfig:
     batch_size: int = 16
     learning_rate: float = 3e-3
     num_warmup_steps: int = 20
-    num_steps: int = 120
+    num_steps: int = 100
     seed: int = 0
 
 

@@ -13,7 +13,7 @@ from gpt.console import Console
 def test_defaults_plan_two_faults() -> None:
     arguments = train_gpt.parse_arguments([])
     assert [fault.kind for fault in arguments.plan] == ["worker", "node"]
-    assert (arguments.steps, arguments.snapshot_every, arguments.out) == (120, 5, None)
+    assert (arguments.steps, arguments.snapshot_every, arguments.out) == (100, 5, None)
 
 
 def test_an_existing_cluster_keeps_its_nodes() -> None:
