@@ -160,12 +160,12 @@ def group_members(workers: list[Any], config: SnapshotConfig) -> tuple[Member, .
     labels: dict[str, dict[str, str]] = {
         node["NodeID"]: node.get("Labels", {}) for node in ray.nodes() if node["Alive"]
     }
-    domains = fleet.failure_domains(labels, config.failure_domain, config.copies)
+    domains: dict[str, str] = fleet.failure_domains(labels, config.failure_domain, config.copies)
     seen: dict[str, int] = defaultdict(int)
     members = []
     for rank, worker in enumerate(workers):
         node = worker.metadata.node_id
-        members.append(Member(rank, node, worker.metadata.node_ip, seen[node], domains[node] if node in domains else node))
+        members.append(Member(rank, node, worker.metadata.node_ip, seen[node], domains.get(node, node)))
         seen[node] += 1
     return tuple(members)
 

@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 # A store's bounded wait ends by itself; this much later the store is taken to be gone.
 GRACE_S = 5.0
-# Segments stay mapped: mapping 1 GB again costs as much as copying it. A store reuses a handful.
-MAX_MAPPINGS = 8
+# Segments stay mapped, since mapping 1 GB again costs as much as copying it. A store gives a source the same ones
+# again; more than it can have in use would keep memory alive that the store has dropped.
+MAX_MAPPINGS = 2
 
 
 @dataclass

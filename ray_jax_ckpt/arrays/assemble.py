@@ -223,9 +223,7 @@ def _data_dtype(spec: tree.LeafSpec) -> np.dtype:
     return np.dtype(np.uint8) if spec.kind == "value" else np.dtype(spec.dtype)
 
 
-def _places(
-    sharding: jax.sharding.Sharding, spec: tree.LeafSpec, shape: tuple[int, ...]
-) -> list[tuple[Any, Box]]:
+def _places(sharding: jax.sharding.Sharding, spec: tree.LeafSpec, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
     """Each addressable device and the box of the stored data that it gets."""
     tail = whole(shape[len(spec.shape) :])
     indices = sharding.addressable_devices_indices_map(spec.shape)

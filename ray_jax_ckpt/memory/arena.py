@@ -13,6 +13,7 @@ import itertools
 import mmap
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -101,12 +102,14 @@ class Segment:
     Attributes:
         id: Unique within this process.
         nbytes: Capacity: what was asked for, or more.
+        tag: Of the allocation that it served last.
     """
 
     _ids = itertools.count()
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.tag = ""
         self.id = f"{os.getpid()}-{next(Segment._ids)}"
         self._fd = _sealed_memfd(nbytes)
         try:
@@ -177,10 +180,11 @@ class Arena:
         with self._lock:
             return self._held()
 
-    def allocate(self, nbytes: int) -> Segment:
+    def allocate(self, nbytes: int, tag: str = "") -> Segment:
         """A segment of at least `nbytes` with all pages touched. Its contents are arbitrary.
 
-        Takes the tightest free segment of at most a quarter more than asked. Otherwise makes one, at about 1 s per GB,
+        Takes a free segment of at most a quarter more than asked: one that served the same tag before if there is one,
+        since its user may still have it mapped, and of those the tightest. Otherwise makes one, at about 1 s per GB,
         after dropping free ones of other sizes if the limit asks for it.
 
         Raises:
@@ -189,16 +193,19 @@ class Arena:
         """
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
-        capacity = max(1, -(-nbytes // _PAGE_BYTES)) * _PAGE_BYTES
+        capacity = _capacity(nbytes)
         with self._lock:
-            segment = self._reuse(capacity)
+            segment = self._reuse(capacity, tag)
             if segment is not None:
+                segment.tag = tag
                 return segment
             dropped = self._make_room(capacity)
             self._reserved_bytes += capacity
         for old in dropped:
             old._drop()
-        return self._create(capacity)
+        segment = self._create(capacity)
+        segment.tag = tag
+        return segment
 
     def free(self, segment: Segment) -> None:
         """Takes a segment back for reuse. Freeing one twice, or another arena's, is an error.
@@ -212,11 +219,13 @@ class Arena:
             del self._used[segment.id]
             self._free[segment.id] = segment
 
-    def trim(self) -> int:
-        """Drops all free segments and returns their size in bytes."""
+    def trim(self, useful: Iterable[int] = ()) -> int:
+        """Drops free segments and returns their size in bytes. Those that an allocation of a useful size takes stay."""
+        sizes = [_capacity(nbytes) for nbytes in useful]
         with self._lock:
-            dropped = list(self._free.values())
-            self._free.clear()
+            dropped = [s for s in self._free.values() if not any(_fits(s, size) for size in sizes)]
+            for segment in dropped:
+                del self._free[segment.id]
         for segment in dropped:
             segment._drop()
         return sum(segment.nbytes for segment in dropped)
@@ -235,12 +244,12 @@ class Arena:
         segments = itertools.chain(self._used.values(), self._free.values())
         return self._reserved_bytes + sum(segment.nbytes for segment in segments)
 
-    def _reuse(self, capacity: int) -> Segment | None:
+    def _reuse(self, capacity: int, tag: str) -> Segment | None:
         self._check_open()
-        fitting = [s for s in self._free.values() if capacity <= s.nbytes <= capacity * _MAX_WASTE]
+        fitting = [s for s in self._free.values() if _fits(s, capacity)]
         if not fitting:
             return None
-        segment = min(fitting, key=lambda s: s.nbytes)
+        segment = min(fitting, key=lambda s: (s.tag != tag, s.nbytes))
         del self._free[segment.id]
         self._used[segment.id] = segment
         return segment
@@ -297,6 +306,14 @@ class Arena:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreError("the arena is closed")
+
+
+def _capacity(nbytes: int) -> int:
+    return max(1, -(-nbytes // _PAGE_BYTES)) * _PAGE_BYTES
+
+
+def _fits(segment: Segment, capacity: int) -> bool:
+    return capacity <= segment.nbytes <= capacity * _MAX_WASTE
 
 
 def open_segment(handle: SegmentHandle, writable: bool = False) -> Mapping:

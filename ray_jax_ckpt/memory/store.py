@@ -78,6 +78,7 @@ class ReplicaStore:
         self._slots = Slots(options.name, per_source=options.slots)
         self._segments: dict[int, Segment] = {}
         self._contents: dict[int, Content] = {}
+        self._sizes: dict[str, int] = {}
         self._receiving: dict[tuple[str, str], int] = {}
         self._coordinator: ActorHandle | None = None
         self._group: Group | None = None
@@ -126,6 +127,7 @@ class ReplicaStore:
         self.fence(group.attempt)
         with self._changed:
             self._group = group
+            self._sizes.clear()
             self._changed.notify_all()
 
     # Its own worker writes.
@@ -139,7 +141,7 @@ class ReplicaStore:
             MemoryLimitError: The node cannot give that much memory.
         """
         slot = self._await_slot(attempt, generation, self._options.name, writer, timeout_s)
-        segment = self._allocate(slot, num_bytes)
+        segment = self._allocate(slot, num_bytes, self._options.name)
         return Grant(slot, segment.handle(), segment.nbytes)
 
     def commit(self, attempt: int, slot: int, raw_index: bytes) -> None:
@@ -171,7 +173,7 @@ class ReplicaStore:
         """A buffer for what a peer pushes; waits for one, bounded. See `transfer.Provider`."""
         source, generation = header.source, Generation.parse(header.generation)
         slot = self._await_slot(header.attempt, generation, source, "", self._options.timeout_s)
-        segment = self._allocate(slot, header.total_bytes)
+        segment = self._allocate(slot, header.total_bytes, source)
         with self._changed:
             self._receiving[source, header.generation] = slot
         return segment.view()[: header.total_bytes]
@@ -246,6 +248,11 @@ class ReplicaStore:
         self._pusher.forget(gone)
         with self._changed:
             self._update(slots_.release(self._slots, gone))
+            useful = list(self._sizes.values()) if self._options.name in self._sizes else None
+        # When its own worker has asked for a buffer in this attempt, so has every peer by the time something is freed:
+        # other sizes were an earlier group's.
+        if useful is not None:
+            self._arena.trim(useful)
 
     def push(self, generation: Generation, parts: tuple[str, ...], target: str, address: str) -> None:
         """Copies held parts to another store (re-replication). Returns at once; the receiver reports what arrived."""
@@ -274,9 +281,10 @@ class ReplicaStore:
                     )
                 self._changed.wait(min(left, WATCH_INTERVAL_S))
 
-    def _allocate(self, slot: int, num_bytes: int) -> Segment:
+    def _allocate(self, slot: int, num_bytes: int, source: str) -> Segment:
+        self._sizes[source] = num_bytes
         try:
-            segment = self._arena.allocate(num_bytes)
+            segment = self._arena.allocate(num_bytes, tag=source)
         except BaseException:
             self.cancel(slot)
             raise

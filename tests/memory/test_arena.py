@@ -382,3 +382,23 @@ def _until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def test_a_segment_goes_back_to_the_user_that_had_it():
+    arena = Arena()
+    one, other = arena.allocate(10_000, tag="one"), arena.allocate(10_000, tag="other")
+    arena.free(one)
+    arena.free(other)
+    assert arena.allocate(10_000, tag="other") is other
+    assert arena.allocate(10_000, tag="other") is one
+    arena.close()
+
+
+def test_trimming_keeps_what_an_allocation_of_a_useful_size_would_take():
+    arena = Arena()
+    small, large = arena.allocate(4096), arena.allocate(1 << 20)
+    arena.free(small)
+    arena.free(large)
+    assert arena.trim(useful=[1 << 20]) == small.nbytes
+    assert arena.allocate(1 << 20) is large
+    arena.close()
