@@ -11,56 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError  # noqa: TID251
 from ray.train.v2.jax.config import JaxConfig as RayJaxConfig
-from ray.train.v2.jax.config import _JaxBackend as RayJaxBackend
 
 from ray_jax_ckpt import _jax_process
+from ray_jax_ckpt._ray_compat import (
+    RayJaxBackend,
+    WorkerGroupStartupFailedError,
+    disown_started_state,
+    ended_well,
+    get_address_and_port,
+    num_nodes_of,
+    scaling_config_of,
+)
 from ray_jax_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from ray_jax_ckpt.trainer import JaxConfig
 
 logger = logging.getLogger(__name__)
-
-
-# Ray's internals: nothing below this section touches an underscored name of Ray's.
-
-
-def scaling_config_of(worker_group: Any) -> Any:
-    """The run's ScalingConfig, None where this Ray keeps it elsewhere."""
-    return getattr(getattr(worker_group, "_train_run_context", None), "scaling_config", None)
-
-
-def num_nodes_of(worker_group: Any) -> int:
-    """How many nodes hold workers of the group."""
-    return len({worker.metadata.node_id for worker in worker_group.get_workers()})
-
-
-def ended_well(worker_group: Any) -> bool:
-    """Whether every worker's train function has returned, by the controller's latest poll.
-
-    False for a failure, and also for a group that is resized or preempted: its workers are still in their train
-    function and are killed next.
-    """
-    status = worker_group.get_latest_poll_status()
-    return status is not None and bool(status.finished) and not status.errors
-
-
-def disown_started_state(worker_group: Any) -> None:
-    """Let a group whose start fails in our hook be cleaned up by Ray.
-
-    WorkerGroup._start cleans up only a group that has not started, and a group counts as started before the start hooks
-    run. So a worker that dies in them would leave the placement group and the other workers behind, and on a cluster
-    without spare resources the next attempt would wait for them for ever.
-    """
-    if hasattr(worker_group, "_worker_group_state"):
-        worker_group._worker_group_state = None
-
-
-# The backend
 
 
 class JaxBackend(Backend):

@@ -5,17 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import pyarrow.fs
+from ray.train._internal.utils import get_address_and_port
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2.jax.config import _JaxBackend as RayJaxBackend
 
 __all__ = [
     "ControllerCallback",
+    "RayJaxBackend",
     "ReportCallback",
     "WorkerGroupCallback",
+    "WorkerGroupStartupFailedError",
+    "disown_started_state",
+    "ended_well",
     "failures_of",
-    "in_train_worker",
+    "get_address_and_port",
     "max_failures",
+    "num_nodes_of",
     "run_path",
+    "scaling_config_of",
     "set_checkpoint",
     "storage_filesystem",
     "world_rank",
@@ -42,15 +51,6 @@ def failures_of(poll_status: Any) -> dict[int, str]:
     return {rank: f"{type(error).__name__}: {error}" for rank, error in poll_status.errors.items()}
 
 
-def in_train_worker() -> bool:
-    """Whether this process is a Ray Train worker with a train context."""
-    try:
-        get_train_context()
-    except RuntimeError:
-        return False
-    return True
-
-
 def world_rank() -> int:
     """This worker's rank."""
     return get_train_context().get_world_rank()
@@ -62,3 +62,34 @@ def set_checkpoint(checkpoint: Any) -> Any:
     with context.report_order_condition:
         before, context.checkpoint = context.checkpoint, checkpoint
     return before
+
+
+def scaling_config_of(worker_group: Any) -> Any:
+    """The run's ScalingConfig, None where this Ray keeps it elsewhere."""
+    return getattr(getattr(worker_group, "_train_run_context", None), "scaling_config", None)
+
+
+def num_nodes_of(worker_group: Any) -> int:
+    """How many nodes hold workers of the group."""
+    return len({worker.metadata.node_id for worker in worker_group.get_workers()})
+
+
+def ended_well(worker_group: Any) -> bool:
+    """Whether every worker's train function has returned, by the controller's latest poll.
+
+    False for a failure, and also for a group that is resized or preempted: its workers are still in their train
+    function and are killed next.
+    """
+    status = worker_group.get_latest_poll_status()
+    return status is not None and bool(status.finished) and not status.errors
+
+
+def disown_started_state(worker_group: Any) -> None:
+    """Let a group whose start fails in our hook be cleaned up by Ray.
+
+    WorkerGroup._start cleans up only a group that has not started, and a group counts as started before the start hooks
+    run. So a worker that dies in them would leave the placement group and the other workers behind, and on a cluster
+    without spare resources the next attempt would wait for them for ever.
+    """
+    if hasattr(worker_group, "_worker_group_state"):
+        worker_group._worker_group_state = None

@@ -165,7 +165,7 @@ def group_members(workers: list[Any], config: SnapshotConfig) -> tuple[Member, .
     members = []
     for rank, worker in enumerate(workers):
         node = worker.metadata.node_id
-        members.append(Member(rank, node, worker.metadata.node_ip, seen[node], domains.get(node, node)))
+        members.append(Member(rank, node, worker.metadata.node_ip, seen[node], str(domains.get(node, node))))
         seen[node] += 1
     return tuple(members)
 

@@ -173,8 +173,12 @@ def _plain(leaf: Any) -> Any:
 
 def _signature(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, leaf.sharding, getattr(leaf, "weak_type", False)
-    return (leaf.shape, leaf.dtype.str) if isinstance(leaf, np.ndarray) else type(leaf)
+        # A tracer has no sharding; `describe` refuses it in words.
+        return leaf.shape, leaf.dtype, getattr(leaf, "sharding", None), getattr(leaf, "weak_type", False)
+    if isinstance(leaf, np.ndarray | np.generic):
+        # Not dtype.str: it is the same for all 8-bit floats, and for all 16-bit ones that are not numpy's own.
+        return type(leaf), leaf.shape, leaf.dtype
+    return type(leaf)
 
 
 def _is_global(leaf: Any, topology: Topology) -> bool:
