@@ -9,6 +9,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -56,7 +57,7 @@ class Session:
         self.committed_any = False
         self._handle: SnapshotCheckpoint | None = None
         self._last_step: int | None = None
-        self._planner = Planner(Topology(rank, tuple(m.domain for m in decision.members), wiring.config.copies))
+        self._planner: Planner | None = None
         self._checked: Plan | None = None
         self._pipeline = Pipeline(
             decision.stores[rank],
@@ -91,6 +92,8 @@ class Session:
             return None
         generation = Generation(self.decision.attempt, self.restores, step)
         flat = flatten(state)
+        if self._planner is None:
+            self._planner = Planner(self._topology(timeout_s))
         plan = self._planner.plan(flat)
         self._check_memory(plan)
         if not self._make_way(generation, force, timeout_s):
@@ -118,6 +121,17 @@ class Session:
     def drain(self, timeout_s: float) -> None:
         """Waits until this rank's last snapshot is stored; raises what went wrong."""
         self._pipeline.drain(timeout_s)
+
+    def _topology(self, timeout_s: float) -> Topology:
+        """The group as JAX numbers it.
+
+        Asked at the first snapshot: earlier it would start JAX before the user set it up.
+        """
+        domains, ranks = tuple(member.domain for member in self.decision.members), {}
+        if jax.process_count() > 1:
+            arguments = (self.decision.attempt, self.rank, jax.process_index(), timeout_s)
+            ranks = self.ask(self.coordinator.number_processes.remote(*arguments), timeout_s)
+        return Topology(self.rank, domains, self.config.copies, ranks)
 
     def _check_step(self, step: Any) -> None:
         if isinstance(step, bool) or not hasattr(step, "__index__"):

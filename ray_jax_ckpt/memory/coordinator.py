@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +17,15 @@ from ray.exceptions import ActorDiedError, RayError
 
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import (
-    CheckpointError,
+    RestoreError,
     RestoreTimeoutError,
     SnapshotError,
     SnapshotLostError,
     SnapshotTimeoutError,
 )
-from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.memory.barrier import Barrier
 from ray_jax_ckpt.memory.messages import Decision, Group, Inventory, Located, Member
+from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S, Roster
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model.books import Books, Held, Status
 from ray_jax_ckpt.model.index import Index
@@ -38,9 +37,6 @@ from ray_jax_ckpt.observe.events import EventLog
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
-# A living store answers in milliseconds; one that does not within this is left out of a recovery's decision.
-STORE_TIMEOUT_S = 10.0
-STORE_START_TIMEOUT_S = 60.0
 STORE_START_TRIES = 3
 SETTLE_DELAY_S = 0.01
 
@@ -63,9 +59,7 @@ class Coordinator:
     def __init__(self, run: RunIdentity, config: SnapshotConfig) -> None:
         self._run, self._config = run, config
         self._books = Books(copies=config.copies)
-        self._stores: dict[str, ActorHandle] = {}
-        self._addresses: dict[str, str] = {}
-        self._nodes: dict[str, str] = {}
+        self._roster = Roster(run.digest, config)
         self._early: dict[str, list[Held]] = {}
         self._members: tuple[Member, ...] = ()
         self._secret = ""
@@ -84,8 +78,8 @@ class Coordinator:
         async with self._opened:
             if self._secret:
                 return
-            handles = await asyncio.to_thread(fleet.living_stores, self._run.digest)
-            inventories = await self._ask({name: store.inventory.remote(self._me) for name, store in handles.items()})
+            handles = await self._roster.living()
+            inventories = await self._roster.ask(self._inventory, handles) if handles else {}
             for name, inventory in inventories.items():
                 self._adopt(handles[name], inventory)
             self._secret = next((one.secret for one in inventories.values()), "") or secrets.token_urlsafe(32)
@@ -95,10 +89,10 @@ class Coordinator:
         """The run is over. Stores end now, or (`keep`) when nobody has taken them over for their orphan timeout."""
         await self.open()
         if not keep:
-            for handle in self._stores.values():
+            for name, handle in list(self._roster.handles.items()):
                 ray.kill(handle)
-            self._stores.clear()
-        await asyncio.to_thread(self._events.flush, STORE_TIMEOUT_S)
+                self._roster.forget(name)
+        await asyncio.to_thread(self._events.flush, ANSWER_TIMEOUT_S)
 
     def record(self, event: str, at: float, fields: dict[str, Any]) -> None:
         """Adds an event to the run's log."""
@@ -117,7 +111,7 @@ class Coordinator:
         await self._refresh(attempt)
         located = await self._choose(attempt)
         self._members = members
-        handles = {member.rank: self._store_of(member) for member in members}
+        handles = {member.rank: self._roster.of(member, self._secret) for member in members}
         self._spawn(self._form_group(attempt))
         step = located.generation.step if located else None
         self._events.add(
@@ -128,10 +122,12 @@ class Coordinator:
     async def replace_store(self, rank: int, attempt: int) -> ActorHandle:
         """A rank found its store dead: a new, empty one on the same node."""
         member = self._members[rank]
-        await self._end(fleet.store_name(self._run.digest, member))
+        name = self._roster.name(member)
+        await self._roster.end(name)
+        self._lose(name)
         if attempt == self._books.attempt:
             self._spawn(self._form_group(attempt))
-        return self._store_of(member)
+        return self._roster.of(member, self._secret)
 
     # Stores and workers report.
 
@@ -212,34 +208,44 @@ class Coordinator:
             RestoreError: Ranks restored different generations.
             RestoreTimeoutError: Ranks that have not come in time; they are named.
         """
-        key = (self._books.attempt, number)
+        key = ("restore", self._books.attempt, number)
         try:
-            await self._barrier.meet(key, rank, str(generation), len(self._members), timeout_s)
-        except RestoreTimeoutError as error:
-            raise RestoreTimeoutError(f"Restoring step {generation.step}: {error}") from None
-        for handle in self._stores.values():
+            values = await self._barrier.gather(key, rank, str(generation), len(self._members), timeout_s)
+        except TimeoutError as error:
+            raise RestoreTimeoutError(
+                f"Restoring step {generation.step}: {error}, which have not restored. Every rank has to call restore; "
+                f"raise "
+                "timeout_s if they need longer."
+            ) from None
+        if len(set(values.values())) > 1:
+            raise RestoreError(f"Ranks restored different snapshots: {values}.")
+        for handle in self._roster.handles.values():
             handle.unlease.remote(f"restore {self._books.attempt} {rank}")
 
+    async def number_processes(self, attempt: int, rank: int, process_index: int, timeout_s: float) -> dict[int, int]:
+        """Every rank tells its JAX process index at its first snapshot, and learns whose is whose: rank by index.
+
+        Raises:
+            SnapshotTimeoutError: Ranks that have not come in time; they are named.
+        """
+        try:
+            found = await self._barrier.gather(
+                ("processes", attempt), rank, process_index, len(self._members), timeout_s
+            )
+        except TimeoutError as error:
+            raise SnapshotTimeoutError(
+                f"First snapshot: {error}, which have not called snapshot. Every rank has to; raise timeout_s if they "
+                f"need "
+                "longer."
+            ) from None
+        return {index: member for member, index in found.items()}
+
     # Inside: stores come and go.
-
-    async def _ask(self, refs: Mapping[str, Any]) -> dict[str, Any]:
-        """Answers of stores by name, without those that failed or did not answer in time."""
-
-        async def one(name: str, ref: Any) -> tuple[str, Any]:
-            try:
-                return name, (await asyncio.wait_for(ref, STORE_TIMEOUT_S),)
-            except (RayError, CheckpointError, TimeoutError) as error:
-                logger.debug("Store %s did not answer: %r", name, error)
-                return name, None
-
-        answers = await asyncio.gather(*(one(name, ref) for name, ref in refs.items()))
-        return {name: answer[0] for name, answer in answers if answer is not None}
 
     def _adopt(self, handle: ActorHandle, inventory: Inventory) -> None:
         """Takes a living store into the books with exactly what it says that it holds."""
         name = inventory.name
-        self._stores[name], self._addresses[name] = handle, inventory.address
-        self._nodes[name] = inventory.node_id
+        self._roster.know(handle, inventory)
         self._books = books_.store_joined(self._books, name, inventory.domain, inventory.attempt)
         # What it reported between its answer and this line is not in the answer.
         for report in (*inventory.held, *self._early.pop(name, ())):
@@ -247,80 +253,60 @@ class Coordinator:
 
     async def _refresh(self, attempt: int) -> None:
         """Rebuilds the books from what the living stores say, after they refuse writes of older attempts."""
-        handles = dict(self._stores)
-        await self._ask({name: handle.fence.remote(attempt) for name, handle in handles.items()})
-        inventories = await self._ask({name: handle.inventory.remote(self._me) for name, handle in handles.items()})
+        handles = dict(self._roster.handles)
+        await self._roster.ask(lambda store: store.fence.remote(attempt))
+        inventories = await self._roster.ask(self._inventory)
         for name in handles.keys() - inventories.keys():
             self._lose(name)
         for name, inventory in inventories.items():
             self._adopt(handles[name], inventory)
 
     def _lose(self, name: str) -> None:
-        self._stores.pop(name, None)
+        self._roster.forget(name)
         if name in self._books.domains:
             self._books = books_.store_lost(self._books, name)
             self._events.add("store_lost", store=name)
 
-    def _store_of(self, member: Member) -> ActorHandle:
-        """A member's store, started if there is none. Known from now on: it is to be fenced also while it starts."""
-        name = fleet.store_name(self._run.digest, member)
-        if name not in self._stores:
-            self._stores[name] = fleet.create_store(
-                self._run.digest, member, self._secret, self._config.orphan_timeout_s, self._config.timeout_s
-            )
-        return self._stores[name]
-
     async def _form_group(self, attempt: int) -> None:
         """Waits for the members' stores, tells them of each other, and brings what is restored back to its copies."""
         answers: dict[str, Inventory] = {}
-        ranks = {fleet.store_name(self._run.digest, member): member for member in self._members}
+        members = {self._roster.name(member): member for member in self._members}
         for _ in range(STORE_START_TRIES):
-            handles = {name: self._store_of(member) for name, member in ranks.items()}
-            refs = {name: handle.inventory.remote(self._me) for name, handle in handles.items()}
-            answers = await self._ask_long(refs)
+            handles = {name: self._roster.of(member, self._secret) for name, member in members.items()}
+            answers = await self._roster.ask_when_started(self._inventory, handles)
             if attempt != self._books.attempt:
                 return
             for name, inventory in answers.items():
                 if name not in self._books.domains:
                     self._adopt(handles[name], inventory)
-            silent = ranks.keys() - answers.keys()
+            silent = members.keys() - answers.keys()
             if not silent:
                 break
             for name in silent:
                 logger.warning("Store %s did not start; trying again.", name)
-                await self._end(name)
+                await self._roster.end(name)
         self._books = books_.group_formed(self._books, attempt, answers)
-        present = {ranks[name].rank: name for name in answers}
-        group = Group(attempt, {rank: self._addresses[name] for rank, name in present.items()}, present)
-        await self._ask({name: self._stores[name].join_group.remote(group) for name in answers})
+        names = {members[name].rank: name for name in answers}
+        group = Group(attempt, {rank: self._roster.addresses[name] for rank, name in names.items()}, names)
+        await self._roster.ask(lambda store: store.join_group.remote(group), {n: handles[n] for n in answers})
         self._restore_copies()
         await self._notify()
 
-    async def _end(self, name: str) -> None:
-        handle = self._stores.get(name)
-        self._lose(name)
-        if handle is not None:
-            await asyncio.to_thread(fleet.end_store, name, handle, STORE_TIMEOUT_S)
-
-    async def _ask_long(self, refs: Mapping[str, Any]) -> dict[str, Any]:
-        """Like `_ask`, for stores that may still be starting."""
-        await asyncio.wait(
-            [asyncio.ensure_future(_settled(ref)) for ref in refs.values()], timeout=STORE_START_TIMEOUT_S
-        )
-        return await self._ask(refs)
+    def _inventory(self, store: ActorHandle) -> Any:
+        return store.inventory.remote(self._me)
 
     async def _beat(self) -> None:
         """Tells the stores that the run lives, and notices those that do not."""
         while True:
-            await asyncio.gather(*(self._beat_one(name, handle) for name, handle in self._stores.items()))
+            await asyncio.gather(*(self._beat_one(name, handle) for name, handle in self._roster.handles.items()))
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _beat_one(self, name: str, handle: ActorHandle) -> None:
         try:
-            await asyncio.wait_for(handle.heartbeat.remote(), STORE_TIMEOUT_S)
+            await asyncio.wait_for(handle.heartbeat.remote(), ANSWER_TIMEOUT_S)
         except ActorDiedError:
             # By now another store may have its name.
-            if self._stores.get(name) is handle:
+            if self._roster.handles.get(name) is handle:
                 logger.warning("Store %s died; what only it held is lost.", name)
                 self._lose(name)
                 self._restore_copies()
@@ -351,7 +337,7 @@ class Coordinator:
             return True
         holders = self._holders(generation)
         stores = {name for names in holders.values() for name in names}
-        good = await self._ask({name: self._stores[name].verify.remote(generation) for name in stores})
+        good = await self._roster.ask(lambda store: store.verify.remote(generation), self._handles(stores))
         for name in stores - good.keys():
             self._lose(name)
         for name, parts in good.items():
@@ -368,9 +354,9 @@ class Coordinator:
         holders = self._holders(generation)
         stores = {name for names in holders.values() for name in names}
         if lease is not None:
-            leased = await self._ask({name: self._stores[name].lease.remote(lease) for name in stores})
+            leased = await self._roster.ask(lambda store: store.lease.remote(lease), self._handles(stores))
             stores &= leased.keys()
-        answers = await self._ask({name: self._stores[name].view.remote(generation) for name in stores})
+        answers = await self._roster.ask(lambda store: store.view.remote(generation), self._handles(stores))
         indices = {Index.from_bytes(raw).layout.rank: raw for _, found in answers.values() for raw in found}
         views = {name: view for name, (view, _) in answers.items()}
         kept = {
@@ -381,9 +367,12 @@ class Coordinator:
             return None
         return Located(generation, world_size, tuple(indices[rank] for rank in sorted(indices)), kept, views)
 
+    def _handles(self, names: Iterable[str]) -> dict[str, ActorHandle]:
+        return {name: self._roster.handles[name] for name in names}
+
     def _holders(self, generation: Generation) -> dict[str, list[str]]:
         entry = self._books.entries[generation]
-        return {part: sorted(stores & self._stores.keys()) for part, stores in entry.holders.items()}
+        return {part: sorted(stores & self._roster.handles.keys()) for part, stores in entry.holders.items()}
 
     def _restore_copies(self) -> None:
         newest = next(iter(self._books.complete()), None)
@@ -396,7 +385,7 @@ class Coordinator:
         ):
             jobs.setdefault((source, target), []).append(part)
         for (source, target), parts in jobs.items():
-            self._stores[source].push.remote(newest, tuple(parts), target, self._addresses[target])
+            self._roster.handles[source].push.remote(newest, tuple(parts), target, self._roster.addresses[target])
 
     async def _notify(self) -> None:
         """Wakes waiters now, and looks for free buffers soon: many reports come together."""
@@ -410,11 +399,11 @@ class Coordinator:
         self._settling = None
         free = self._books.releasable()
         if free:
-            for handle in self._stores.values():
+            for handle in self._roster.handles.values():
                 handle.release.remote(free)
             self._books = books_.released(self._books, free)
         for name in self._books.idle():
-            ray.kill(self._stores[name])
+            ray.kill(self._roster.handles[name])
             self._lose(name)
 
     def _not_ready(self, generation: Generation, status: Status, timeout_s: float) -> str:
@@ -424,7 +413,7 @@ class Coordinator:
             found = f"no verified copy of {missing[:5]}{' and more' if len(missing) > 5 else ''}"
         else:
             found = f"too few copies of {sorted(self._books.undercovered(generation))[:5]}"
-        ranks = {name: m.rank for m in self._members for name in [fleet.store_name(self._run.digest, m)]}
+        ranks = {name: m.rank for m in self._members for name in [self._roster.name(m)]}
         silent = sorted(rank for name, rank in ranks.items() if name not in self._books.domains)
         return (
             f"Step {generation.step} was not {status} within {timeout_s:g} s: {found}; ranks without a living store: "
@@ -436,8 +425,3 @@ class Coordinator:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _settled(ref: Any) -> None:
-    with contextlib.suppress(RayError, CheckpointError):
-        await ref

@@ -132,15 +132,20 @@ class Books:
         return sorted((g for g in self.entries if self.status(g) in usable), reverse=True)
 
     def replaces(self, newer: Generation, older: Generation) -> bool:
-        """Whether `newer` is complete and survives every loss of living domains that `older` survives.
+        """Whether `newer` is complete and survives every loss of domains that `older` survives.
 
-        Losing a set of domains is fatal for a generation when it contains all domains of one of its parts. So `newer`
-        may replace `older` if each of its parts' domains contain those of some part of `older`.
+        Losses of up to `wanted() - 1` living domains count, as many as a protected generation survives. Counting larger
+        ones would keep buffers for ever: an older generation also lies in stores that serve no worker any more, and no
+        newer one can get as many copies as that.
+
+        Losing a set of domains is fatal for a generation when it contains all domains of one of its parts. So the domains
+        of each of newer's parts must be more than such a loss takes, or contain those of some part of `older`.
         """
         if newer <= older or self.status(newer) not in (Status.COMPLETE, Status.PROTECTED):
             return False
-        before = set(self.covered(older))
-        return all(any(weak <= strong for weak in before) for strong in set(self.covered(newer)))
+        before, wanted = set(self.covered(older)), self.wanted()
+        after = (domains for domains in set(self.covered(newer)) if len(domains) < wanted)
+        return all(any(weak <= strong for weak in before) for strong in after)
 
     def releasable(self) -> frozenset[Generation]:
         """Generations whose buffers are free: abandoned, or replaced by a newer one."""

@@ -151,6 +151,26 @@ def test_what_lacks_copies_is_named_with_its_holders():
     assert pushed(group(), G1).undercovered(G1) == {}
 
 
+def test_a_store_that_serves_no_worker_any_more_does_not_keep_its_generation_for_ever():
+    books = books_.store_joined(pushed(group(), G1), "c", "node-c")
+    books = books_.group_formed(books_.attempt_started(books, 2)[0], 2, "ac")
+    again = Generation(2, 1, 20)
+    everything = OWN["a"] | OWN["b"]
+    for store in "ac":
+        books = hold(books, store, again, *everything)
+    assert books.status(again) is Status.PROTECTED
+    assert books.releasable() == {G1}
+
+
+def test_workers_that_are_all_in_one_domain_still_get_buffers_back():
+    books = books_.store_joined(pushed(group(), G1), "c", "node-a")
+    books = books_.group_formed(books_.attempt_started(books, 2)[0], 2, "ac")
+    again = Generation(2, 1, 20)
+    books = hold(hold(books, "a", again, *OWN["a"]), "c", again, *OWN["b"])
+    assert books.status(again) is Status.PROTECTED
+    assert books.releasable() == {G1}
+
+
 STORES = "abc"
 PARTS = ("h0", "h1", "s0>1")
 
@@ -161,6 +181,7 @@ def any_books(draw: st.DrawFn) -> Books:
     for name in STORES:
         books = books_.store_joined(books, name, draw(st.sampled_from("xyz")))
     books = books_.attempt_started(books, 1)[0]
+    books = books_.group_formed(books, 1, draw(st.sets(st.sampled_from(STORES), min_size=1)))
     for generation in (G1, G2):
         for store in STORES:
             parts = frozenset(draw(st.sets(st.sampled_from(PARTS))))
@@ -174,7 +195,7 @@ def test_replaces_means_exactly_surviving_every_loss_of_domains_that_the_older_s
     if not {G1, G2} <= books.entries.keys():
         return
     domains = sorted(set(books.domains.values()))
-    losses = [set(gone) for n in range(len(domains) + 1) for gone in combinations(domains, n)]
+    losses = [set(gone) for n in range(books.wanted()) for gone in combinations(domains, n)]
 
     def survives(generation: Generation, gone: set[str]) -> bool:
         left = books

@@ -1,0 +1,105 @@
+"""The coordinator's address book of stores, and bounded calls to many of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from ray_jax_ckpt.config import SnapshotConfig
+from ray_jax_ckpt.errors import CheckpointError
+from ray_jax_ckpt.memory import fleet
+from ray_jax_ckpt.memory.messages import Inventory, Member
+
+logger = logging.getLogger(__name__)
+
+# A living store answers in milliseconds; one that does not within this is left out.
+ANSWER_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
+
+
+class Roster:
+    """Handles and addresses of a run's stores, for use in one event loop.
+
+    Attributes:
+        handles: By name; of stores that are still starting too, so that they are fenced as well.
+        addresses: Flight address of each store that has answered once.
+    """
+
+    def __init__(self, run: str, config: SnapshotConfig) -> None:
+        self._run, self._config = run, config
+        self.handles: dict[str, ActorHandle] = {}
+        self.addresses: dict[str, str] = {}
+
+    def name(self, member: Member) -> str:
+        """Name of a member's store."""
+        return fleet.store_name(self._run, member)
+
+    def of(self, member: Member, secret: str) -> ActorHandle:
+        """A member's store, started if there is none."""
+        name = self.name(member)
+        if name not in self.handles:
+            bounds = (self._config.orphan_timeout_s, self._config.timeout_s)
+            self.handles[name] = fleet.create_store(self._run, member, secret, *bounds)
+        return self.handles[name]
+
+    def know(self, handle: ActorHandle, inventory: Inventory) -> None:
+        """A store has said who it is."""
+        self.handles[inventory.name], self.addresses[inventory.name] = handle, inventory.address
+
+    def forget(self, name: str) -> None:
+        """A store is gone."""
+        self.handles.pop(name, None)
+        self.addresses.pop(name, None)
+
+    async def living(self) -> dict[str, ActorHandle]:
+        """All stores of the run that Ray knows, whoever started them."""
+        return await asyncio.to_thread(fleet.living_stores, self._run)
+
+    async def end(self, name: str) -> None:
+        """Ends a store, and returns when its name is free."""
+        handle = self.handles.get(name)
+        self.forget(name)
+        if handle is not None:
+            await asyncio.to_thread(fleet.end_store, name, handle, ANSWER_TIMEOUT_S)
+
+    async def ask(
+        self, question: Callable[[ActorHandle], Any], handles: Mapping[str, ActorHandle] | None = None
+    ) -> dict[str, Any]:
+        """Answers by name, without those of stores that failed or did not answer in time.
+
+        Args:
+            question: Calls a remote method of the handle and returns the reference.
+            handles: Whom to ask. None: all.
+        """
+        return await self._collect({n: question(handle) for n, handle in (handles or dict(self.handles)).items()})
+
+    async def ask_when_started(
+        self, question: Callable[[ActorHandle], Any], handles: Mapping[str, ActorHandle]
+    ) -> dict[str, Any]:
+        """Like `ask`, for stores that may still be starting."""
+        refs = {name: question(handle) for name, handle in handles.items()}
+        await asyncio.wait([asyncio.ensure_future(_settled(ref)) for ref in refs.values()], timeout=START_TIMEOUT_S)
+        return await self._collect(refs)
+
+    async def _collect(self, refs: Mapping[str, Any]) -> dict[str, Any]:
+        answers = await asyncio.gather(*(_answer(name, ref) for name, ref in refs.items()))
+        return {name: answer[0] for name, answer in zip(refs, answers, strict=True) if answer is not None}
+
+
+async def _answer(name: str, ref: Any) -> tuple[Any] | None:
+    try:
+        return (await asyncio.wait_for(ref, ANSWER_TIMEOUT_S),)
+    except (RayError, CheckpointError, TimeoutError) as error:
+        logger.debug("Store %s did not answer: %r", name, error)
+        return None
+
+
+async def _settled(ref: Any) -> None:
+    with contextlib.suppress(RayError, CheckpointError):
+        await ref
