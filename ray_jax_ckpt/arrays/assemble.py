@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,9 @@ from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.errors import SnapshotLostError, TreeMismatchError
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.recovery import Catalog, Stored, Want
-from ray_jax_ckpt.model.shards import Box, box_of, whole
+from ray_jax_ckpt.model.shards import Box, box_of, extent, volume, whole
+
+logger = logging.getLogger(__name__)
 
 Fetch = Callable[[Sequence[Want], Sequence[np.dtype]], Sequence[np.ndarray]]
 """Returns one array per wanted box, possibly a read-only view of memory that is valid until the restore ends."""
@@ -79,8 +82,10 @@ class Assembler:
         """
         if template is None:
             targets = [self._to_numpy(number) for number in range(len(self._specs))]
-            leaves = self._build(targets, fetch)
-            return tree.rebuild(self._specs, leaves)[0]
+            state, lost = tree.rebuild(self._specs, self._build(targets, fetch))
+            if lost:
+                logger.info("Restored without a template, so types of nodes are not known: %s.", "; ".join(lost))
+            return state
         flat = tree.flatten(template)
         problem = tree.mismatch(self._specs, flat, partial=options.partial, cast=options.cast)
         if problem is not None:
@@ -102,12 +107,14 @@ class Assembler:
         if spec.kind == "value":
             return Target(spec, number, "value", np.dtype(np.uint8))
         shape = self._data_shape(number)
-        if isinstance(leaf, np.ndarray) and sharding is None:
+        # A sharding for all leaves is not meant for those on the host: JAX has no strings, and narrows 64 bits.
+        if isinstance(leaf, np.ndarray) and (sharding is None or spec.kind == "numpy"):
             return Target(spec, number, "numpy", leaf.dtype, None, [(None, whole(shape))])
         if sharding is None and not (isinstance(leaf, jax.Array) and not leaf.committed):  # pyright: ignore
             sharding = getattr(leaf, "sharding", None)
         kind = "key" if spec.kind == "key" else "array"
         dtype = _data_dtype(spec) if kind == "key" else np.dtype(leaf.dtype)
+        _check_representable(spec, dtype)
         if sharding is None:
             self._check_placeable(number)
             return Target(spec, number, kind, dtype, None, [(None, whole(shape))])
@@ -158,12 +165,21 @@ class Assembler:
             if target.kind != "value":
                 wants += [Want(box, self._candidates(target.number), saved.itemsize) for box in target.boxes]
                 dtypes += [saved] * len(target.boxes)
-        try:
-            boxes = fetch(wants, dtypes)
-        except KeyError as error:
-            raise SnapshotLostError(self._not_held(targets, int(error.args[0]))) from None
+        boxes = self._boxes(targets, wants, dtypes, fetch)
         leaves = self._device_leaves(targets, boxes)
         return [leaves[i] if i in leaves else self._host_leaf(target, boxes) for i, target in enumerate(targets)]
+
+    def _boxes(
+        self, targets: Sequence[Target], wants: Sequence[Want], dtypes: Sequence[np.dtype], fetch: Fetch
+    ) -> list[np.ndarray]:
+        """One array per wanted box. One without elements needs no bytes, and any number of stored ones would meet it."""
+        asked = [i for i, want in enumerate(wants) if volume(want.box)]
+        try:
+            arrays = fetch([wants[i] for i in asked], [dtypes[i] for i in asked])
+        except KeyError as error:
+            raise SnapshotLostError(self._not_held(targets, asked[int(error.args[0])])) from None
+        found = dict(zip(asked, arrays, strict=True))
+        return [found[i] if i in found else np.empty(extent(w.box), dtypes[i]) for i, w in enumerate(wants)]
 
     def _not_held(self, targets: Sequence[Target], position: int) -> str:
         target = max((t for t in targets if t.first <= position and t.kind != "value"), key=lambda t: t.first)
@@ -197,9 +213,7 @@ class Assembler:
                 sources.append(_as(boxes[order[box]], target.dtype))
                 destinations.append(_single(device, target.sharding))
                 owners.append(position)
-        # Never an alias: the sources are buffers that will be reused, and an aliased array could not be donated.
-        moved = jax.device_put(sources, destinations, may_alias=False) if sources else []
-        jax.block_until_ready(moved)
+        moved = _owned(jax.device_put(sources, destinations)) if sources else []
         pieces: dict[int, list[jax.Array]] = {}
         for position, array in zip(owners, moved, strict=True):
             pieces.setdefault(position, []).append(array)
@@ -216,17 +230,44 @@ class Assembler:
             array = jax.make_array_from_single_device_arrays(shape, physical, pieces, dtype=target.dtype)
         if target.kind == "key":
             return tree.wrap_key(array, str(target.spec.key_impl))
-        return tree.with_weak_type(array, target.spec.weak_type)
+        return tree.with_weak_type(array, target.spec.weak_type and target.dtype == _data_dtype(target.spec))
+
+
+def _owned(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Arrays in memory of their own, when their bytes have arrived.
+
+    JAX makes an array on CPU from an aligned numpy array without copying it, whatever `may_alias` says. Such an array
+    would change with the buffer, which will be reused, and could not be donated. Of an array it makes a true copy.
+    """
+    alias = [i for i, array in enumerate(arrays) if next(iter(array.devices())).platform == "cpu"]
+    targets = [arrays[i].sharding if arrays[i].committed else None for i in alias]
+    copies = jax.device_put([arrays[i] for i in alias], targets, may_alias=False) if alias else []
+    owned = dict(zip(alias, copies, strict=True))
+    return jax.block_until_ready([owned.get(i, array) for i, array in enumerate(arrays)])
 
 
 def _data_dtype(spec: tree.LeafSpec) -> np.dtype:
     return np.dtype(np.uint8) if spec.kind == "value" else np.dtype(spec.dtype)
 
 
+def _check_representable(spec: tree.LeafSpec, dtype: np.dtype) -> None:
+    """JAX would narrow what it has no dtype for, in silence."""
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TreeMismatchError(
+            f"{spec.path}: the template wants {dtype}, which JAX has only with jax_enable_x64. Enable it, give a numpy "
+            "array as the template's leaf, or a narrower dtype together with cast=True."
+        )
+
+
 def _places(sharding: jax.sharding.Sharding, spec: tree.LeafSpec, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
     """Each addressable device and the box of the stored data that it gets."""
     tail = whole(shape[len(spec.shape) :])
-    indices = sharding.addressable_devices_indices_map(spec.shape)
+    try:
+        indices = sharding.addressable_devices_indices_map(spec.shape)
+    except ValueError as error:
+        raise TreeMismatchError(
+            f"{spec.path}: the snapshot has {spec}, which cannot be sharded as asked: {error}"
+        ) from error
     return [(device, box_of(index or (), spec.shape) + tail) for device, index in indices.items()]
 
 
@@ -253,11 +294,18 @@ def _broadcast(shardings: Any, flat: tree.Flat) -> list[Any]:
     """One sharding or None per leaf: from a single one, or a tree that is a prefix of the template's."""
     if shardings is None:
         return [None] * len(flat.leaves)
-    template = jax.tree_util.tree_unflatten(flat.treedef, flat.leaves)
+    template = jax.tree_util.tree_unflatten(flat.treedef, range(len(flat.leaves)))
+    spread: list[Any] = [None] * len(flat.leaves)
+
+    def spread_over(sharding: Any, leaves: Any) -> None:
+        if not isinstance(sharding, jax.sharding.Sharding | None):
+            raise ValueError(f"{sharding!r} is no jax.sharding.Sharding")
+        for number in jax.tree_util.tree_leaves(leaves):
+            spread[number] = sharding
+
     try:
-        spread = jax.tree_util.tree_broadcast(
-            shardings, template, is_leaf=lambda x: x is None or isinstance(x, jax.sharding.Sharding)
-        )
-    except (AttributeError, ValueError) as error:
+        # None stands for "as the template says", and is a leaf here; the template's own None is left to the prefix's.
+        jax.tree_util.tree_map(spread_over, shardings, template, is_leaf=lambda x: x is None)
+    except (TypeError, ValueError) as error:
         raise TreeMismatchError(f"shardings= is not a prefix of the template: {error}") from error
-    return jax.tree_util.tree_leaves(spread, is_leaf=lambda x: x is None or isinstance(x, jax.sharding.Sharding))
+    return spread

@@ -24,14 +24,16 @@ class Topology:
     """The group that snapshots together.
 
     Attributes:
-        rank: This process's rank. JAX's process indices are the ranks.
+        rank: This process's rank.
         domains: Failure domain of every rank.
         copies: Copies wanted.
+        ranks: Rank by JAX process index, where they differ: on TPUs the runtime numbers the processes, not Ray.
     """
 
     rank: int
     domains: tuple[str, ...]
     copies: int
+    ranks: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def make_plan(flat: tree.Flat, topology: Topology) -> Plan:
         if spec.kind == "value":
             values.append(number)
         elif _is_global(leaf, topology):
-            shards += _global_shards(number, _plain(leaf))
+            shards += _global_shards(number, _plain(leaf), topology.ranks)
         else:
             local += [(number, *where) for where in _local_shards(_plain(leaf))]
     parts = place(shards, topology.domains, topology.copies)
@@ -196,11 +198,12 @@ def _num_bytes(box: Box, dtype: Any) -> int:
     return size
 
 
-def _global_shards(number: int, array: jax.Array) -> list[Shard]:
+def _global_shards(number: int, array: jax.Array, ranks: Mapping[int, int]) -> list[Shard]:
     """The unique regions of a global array, with the ranks that hold each."""
     holders: dict[Box, set[int]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
-        holders.setdefault(box_of(index, array.shape), set()).add(device.process_index)
+        rank = ranks.get(device.process_index, device.process_index)
+        holders.setdefault(box_of(index, array.shape), set()).add(rank)
     return [Shard(number, box, _num_bytes(box, array.dtype), tuple(sorted(ranks))) for box, ranks in holders.items()]
 
 
