@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -40,7 +40,16 @@ def _safe(hook: Hook) -> Hook:
     return guarded  # pyright: ignore[reportReturnType]
 
 
-class CheckpointManager(_ray_compat.ReportCallback, _ray_compat.WorkerGroupCallback, _ray_compat.ControllerCallback):
+if TYPE_CHECKING:
+    # RunConfig is annotated to take this one only; it takes the others as well.
+    from ray.train import UserCallback as _Callback
+else:
+
+    class _Callback(_ray_compat.ReportCallback, _ray_compat.WorkerGroupCallback, _ray_compat.ControllerCallback):
+        """What Ray Train's controller calls."""
+
+
+class CheckpointManager(_Callback):
     """Keeps snapshots of a run in memory and restores the newest complete one when Ray Train restarts the workers.
 
     Give it to `RunConfig(callbacks=[CheckpointManager(...)])`. The run is its storage path and name: a new driver with

@@ -138,8 +138,8 @@ class Books:
         ones would keep buffers for ever: an older generation also lies in stores that serve no worker any more, and no
         newer one can get as many copies as that.
 
-        Losing a set of domains is fatal for a generation when it contains all domains of one of its parts. So the domains
-        of each of newer's parts must be more than such a loss takes, or contain those of some part of `older`.
+        Losing a set of domains is fatal for a generation when it contains all domains of one of its parts. So the
+        domains of each of newer's parts must be more than such a loss takes, or contain those of some part of `older`.
         """
         if newer <= older or self.status(newer) not in (Status.COMPLETE, Status.PROTECTED):
             return False

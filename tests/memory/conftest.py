@@ -1,4 +1,4 @@
-"""A cluster of three nodes without CPUs: stores and coordinators need none, and Ray then starts no idle workers."""
+"""A cluster of four nodes without CPUs: stores and coordinators need none, and Ray then starts no idle workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cluster() -> Iterator[Cluster]:
     """Shared by a module's tests, which leave its nodes alive."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
-        for _ in range(2):
+        for _ in range(3):
             cluster.add_node(num_cpus=0)
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
