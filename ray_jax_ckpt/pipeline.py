@@ -6,17 +6,18 @@ import functools
 import logging
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_jax_ckpt.arrays.plan import Captured
-from ray_jax_ckpt.errors import CheckpointError, SnapshotError, SnapshotTimeoutError
+from ray_jax_ckpt.errors import CheckpointError, SnapshotError, SnapshotTimeoutError, StoreError
 from ray_jax_ckpt.memory.arena import Mapping, open_segment
 from ray_jax_ckpt.memory.digest import copy_and_digest
 from ray_jax_ckpt.memory.messages import Grant
@@ -33,6 +34,8 @@ GRACE_S = 5.0
 # again; more than it can have in use would keep memory alive that the store has dropped.
 MAX_MAPPINGS = 2
 
+Result = TypeVar("Result")
+
 
 @dataclass
 class Job:
@@ -42,8 +45,8 @@ class Job:
     captured: Captured
     data: Any
     metrics: dict[str, Any]
-    lease: Lease | None = None
     grant: Grant | None = None
+    lease: Lease | None = None
     started: float = field(default_factory=time.monotonic)
 
 
@@ -109,11 +112,21 @@ class Pipeline:
         if error is not None:
             raise SnapshotError(f"The last snapshot failed: {error}") from error
 
-    def reserve(self, generation: Generation, num_bytes: int, lease: Lease, timeout_s: float) -> Grant:
-        """Gets a leased buffer now, in the calling thread. Raises what the store raises."""
-        grant = self._begin(generation, num_bytes, timeout_s)
-        ray.get(self._store.lease.remote(lease), timeout=timeout_s + GRACE_S)
-        return grant
+    def reserve(self, job: Job, lease: Lease, timeout_s: float) -> None:
+        """Gets a leased buffer for a job now, in the calling thread.
+
+        Raises:
+            CheckpointError: There is none in time, or the store refused.
+        """
+        job.lease = lease
+        job.grant = self._with_store(lambda: self._begin(job, timeout_s))
+
+    def lease(self, lease: Lease, timeout_s: float) -> None:
+        """Keeps what is stored already. Raises SnapshotError if it is not there any more."""
+        try:
+            self._with_store(lambda: ray.get(self._store.lease.remote(lease), timeout=timeout_s + GRACE_S))
+        except StoreError as error:
+            raise SnapshotError(f"Step {lease.generation.step} cannot be kept: {error}") from error
 
     def unlease(self, lease_id: str) -> None:
         """Ends a lease; returns at once."""
@@ -128,58 +141,71 @@ class Pipeline:
             error = self._attempt_job(job)
             if error is not None:
                 self._report(job, error)
+                # An error that is kept must not keep a copy of the state in its frames.
+                traceback.clear_frames(error.__traceback__)
             del job.captured
             with self._changed:
                 self._job, self._error = None, error
                 self._changed.notify_all()
 
     def _attempt_job(self, job: Job) -> BaseException | None:
-        """Stores a job, once more with a new store if the first one died. Never raises: the thread must go on."""
+        """Stores a job. Never raises: the thread must go on."""
         try:
-            try:
-                self._store_job(job)
-            except RayActorError as error:
-                logger.warning("The store of this rank is gone (%s); starting a new one.", error)
-                self._store, job.grant = self._replace_store(), None
-                self._store_job(job)
-        except RayTaskError as error:
-            return error.cause if isinstance(error.cause, CheckpointError) else error
+            self._with_store(lambda: self._store_job(job))
         except Exception as error:
             return error
         return None
 
+    def _with_store(self, action: Callable[[], Result]) -> Result:
+        """Performs an action, once more with a new store if the first one died. Raises what the store raised."""
+        try:
+            try:
+                return action()
+            except RayActorError as error:
+                logger.warning("The store of this rank is gone (%s); starting a new one.", error)
+                self._store = self._replace_store()
+                return action()
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, CheckpointError) else SnapshotError(str(error))) from None
+        except RayError as error:
+            raise SnapshotError(f"The store of this rank cannot be reached: {error}") from error
+
     def _report(self, job: Job, error: BaseException) -> None:
-        elapsed = time.monotonic() - job.started
-        step = job.generation.step
-        warnings.warn(
-            f"The snapshot of step {step} failed after {elapsed:.1f} s, training goes on: {error!r}",
-            RuntimeWarning,
-            stacklevel=1,
-        )
+        elapsed, step = time.monotonic() - job.started, job.generation.step
+        text = f"The snapshot of step {step} failed after {elapsed:.1f} s, training goes on: {error!r}"
+        try:
+            warnings.warn(text, RuntimeWarning, stacklevel=1)
+        except RuntimeWarning:
+            # Where warnings are errors this one would end the thread, and nobody would see it.
+            logger.warning(text)
         try:
             self._failed(job.generation, repr(error))
         except Exception as second:
             logger.warning("Nobody could be told that step %d failed: %r", step, second)
 
-    def _begin(self, generation: Generation, num_bytes: int, timeout_s: float) -> Grant:
-        ref: Any = self._store.begin.remote(self._attempt, generation, num_bytes, self._writer, timeout_s)
+    def _begin(self, job: Job, timeout_s: float) -> Grant:
+        """A buffer for a job, leased if the job is to be kept."""
+        store, num_bytes = self._store, job.captured.plan.layout.num_bytes
+        ref = store.begin.remote(self._attempt, job.generation, num_bytes, self._writer, timeout_s)
         try:
-            return ray.get(ref, timeout=timeout_s + GRACE_S)
+            grant = ray.get(ref, timeout=timeout_s + GRACE_S)
+            if job.lease is not None:
+                ray.get(store.lease.remote(job.lease), timeout=timeout_s + GRACE_S)
         except GetTimeoutError:
             raise SnapshotTimeoutError(
-                f"The store of this rank did not answer within {timeout_s + GRACE_S:g} s when step {generation.step} "
-                f"was to be "
-                "stored. It, or its node, hangs; raise timeout_s if it is only slow."
+                f"The store of this rank did not answer within {timeout_s + GRACE_S:g} s when step {job.generation.step} "
+                "was to be stored. It, or its node, hangs; raise timeout_s if it is only slow."
             ) from None
+        return grant
 
     def _store_job(self, job: Job) -> None:
-        layout = job.captured.plan.layout
-        grant = job.grant or self._begin(job.generation, layout.num_bytes, self._timeout_s)
+        # A grant of a store that died since is of no use for the next one.
+        grant, job.grant = job.grant or self._begin(job, self._timeout_s), None
         try:
             mapping = self._mapping(grant)
             job.captured.wait()
             digests = job.captured.write(mapping.view(), self._copy)
-            metrics = {name: _number(value) for name, value in job.metrics.items()}
+            layout, metrics = job.captured.plan.layout, _numbers(job)
             index = Index(job.generation, layout, digests, job.captured.values, job.data, metrics)
             ref = self._store.commit.remote(self._attempt, grant.slot, index.to_bytes())
             ray.get(ref, timeout=self._timeout_s + GRACE_S)
@@ -197,5 +223,13 @@ class Pipeline:
         return found
 
 
-def _number(value: Any) -> float:
-    return float(value)
+def _numbers(job: Job) -> dict[str, float]:
+    """The metrics as numbers, fetched from the devices. What is none is left out: it must not cost the snapshot."""
+    numbers = {}
+    # A copy: the training thread may add some meanwhile.
+    for name, value in dict(job.metrics).items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            logger.warning("Metric %r of step %d is left out, it is no number: %r", name, job.generation.step, error)
+    return numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 import warnings
 import weakref
@@ -56,6 +57,7 @@ class Session:
         self.restores = 0
         self.committed_any = False
         self._handle: SnapshotCheckpoint | None = None
+        self._leased: Generation | None = None
         self._last_step: int | None = None
         self._planner: Planner | None = None
         self._checked: Plan | None = None
@@ -84,10 +86,9 @@ class Session:
         self, step: int, state: Any, data: Any, metrics: dict[str, Any], force: bool, timeout_s: float
     ) -> SnapshotCheckpoint | None:
         """See `ray_jax_ckpt.snapshot`."""
-        self._check_step(step)
+        step = self._checked_step(step)
         if self._handle is not None and step == self._handle.step:
-            self._handle.metrics.update(metrics)
-            return self._handle
+            return self._again(self._handle, metrics, force, timeout_s)
         if not force and step % self.config.every_n_steps != 0:
             return None
         generation = Generation(self.decision.attempt, self.restores, step)
@@ -96,17 +97,46 @@ class Session:
             self._planner = Planner(self._topology(timeout_s))
         plan = self._planner.plan(flat)
         self._check_memory(plan)
+        data_state = _data_state(data)
         if not self._make_way(generation, force, timeout_s):
             return None
-        lease = Lease(f"handle {generation}", generation, generation.attempt) if force else None
-        grant = self._pipeline.reserve(generation, plan.layout.num_bytes, lease, timeout_s) if lease else None
         handle = SnapshotCheckpoint(generation, metrics)
-        job = Job(generation, capture(plan, flat), _data_state(data), handle.metrics, lease, grant)
+        job = Job(generation, capture(plan, flat), data_state, handle.metrics)
+        if force:
+            # Last, so that whatever else fails before leaves no reserved buffer behind.
+            self._reserve(job, timeout_s)
+            self._keep(handle)
         self._pipeline.submit(job)
-        if lease is not None:
-            weakref.finalize(handle, self._pipeline.unlease, lease.id)
         self.committed_any, self._last_step, self._handle = True, step, handle
         return handle
+
+    def _again(
+        self, handle: SnapshotCheckpoint, metrics: dict[str, Any], force: bool, timeout_s: float
+    ) -> SnapshotCheckpoint:
+        """The step that was snapshotted last, once more: now with a lease, if it is to be kept."""
+        handle.metrics.update(metrics)
+        if force and not self._kept(handle):
+            self.drain(timeout_s)
+            self._pipeline.lease(_lease_of(handle.generation), timeout_s)
+            self._keep(handle)
+        return handle
+
+    def _reserve(self, job: Job, timeout_s: float) -> None:
+        try:
+            self._pipeline.reserve(job, _lease_of(job.generation), timeout_s)
+        except CheckpointError as error:
+            self._abandon(job.generation, f"rank {self.rank} had no buffer for it")
+            raise error if isinstance(error, SnapshotError) else SnapshotError(str(error)) from error
+
+    def _keep(self, handle: SnapshotCheckpoint) -> None:
+        """The lease that was taken for a handle ends when the handle is collected."""
+        self._leased = handle.generation
+        end = weakref.finalize(handle, self._pipeline.unlease, _lease_of(handle.generation).id)
+        # It ends with the attempt anyway, and there may be no cluster to talk to when the process exits.
+        end.atexit = False
+
+    def _kept(self, handle: SnapshotCheckpoint) -> bool:
+        return self._leased == handle.generation
 
     @property
     def latest_generation(self) -> Generation | None:
@@ -133,9 +163,14 @@ class Session:
             ranks = self.ask(self.coordinator.number_processes.remote(*arguments), timeout_s)
         return Topology(self.rank, domains, self.config.copies, ranks)
 
-    def _check_step(self, step: Any) -> None:
-        if isinstance(step, bool) or not hasattr(step, "__index__"):
+    def _checked_step(self, step: Any) -> int:
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = None
+        if number is None or isinstance(step, bool):
             raise StepError(f"step must be an int, got {step!r} of type {type(step).__name__}. Pass int(step).")
+        step = number
         if step < 0:
             raise StepError(f"step must not be negative, got {step}.")
         if self._last_step is not None and step < self._last_step:
@@ -144,6 +179,7 @@ class Session:
                 f"which "
                 "starts a new line; otherwise steps must grow."
             )
+        return step
 
     def _make_way(self, generation: Generation, force: bool, timeout_s: float) -> bool:
         """Waits for the previous snapshot, or skips this one. False: skipped."""
@@ -151,8 +187,8 @@ class Session:
             return True
         if self.config.on_busy == "skip" and not force and not self._must_wait():
             reason = f"rank {self.rank} was still storing an earlier step"
-            warnings.warn(f"Snapshot of step {generation.step} skipped: {reason}.", RuntimeWarning, stacklevel=4)
             self._abandon(generation, reason)
+            warnings.warn(f"Snapshot of step {generation.step} skipped: {reason}.", RuntimeWarning, stacklevel=4)
             return False
         if self._pipeline.idle(timeout_s):
             return True
@@ -160,10 +196,10 @@ class Session:
             f"rank {self.rank} on node {self.node_id} was still storing an earlier step after {timeout_s:g} s; raise "
             "SnapshotConfig.timeout_s, or snapshot less often"
         )
+        self._abandon(generation, text)
         if force:
             raise SnapshotTimeoutError(f"Snapshot of step {generation.step}: {text}.")
         warnings.warn(f"Snapshot of step {generation.step} skipped: {text}.", RuntimeWarning, stacklevel=4)
-        self._abandon(generation, text)
         return False
 
     def _must_wait(self) -> bool:
@@ -293,6 +329,11 @@ def _data_state(data: Any) -> Any:
             f"set_state() "
             "whose state is made of numbers, strings, bytes, small arrays, lists and dictionaries."
         ) from error
+
+
+def _lease_of(generation: Generation) -> Lease:
+    """The hold that a forced snapshot's handle has."""
+    return Lease(f"handle {generation}", generation, generation.attempt)
 
 
 def _gb(num_bytes: int) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,13 +175,20 @@ class Bench:
         start = time.perf_counter()
         self.handle = rjc.snapshot(self.number, self.state)
         self._since(start, f"{prefix}call")
-        self._session.drain(WAIT_S)
-        self._since(start, f"{prefix}stored")
         coordinator, generation = self._session.coordinator, self._session.latest_generation
-        self._session.ask(coordinator.wait.remote(generation, Status.COMPLETE, WAIT_S), WAIT_S)
-        self._since(start, f"{prefix}complete")
-        rjc.wait(WAIT_S)
-        self._since(start, f"{prefix}protected")
+
+        def reaches(status: Status) -> None:
+            self._session.ask(coordinator.wait.remote(generation, status, WAIT_S), WAIT_S)
+            self._since(start, f"{prefix}{status}")
+
+        def idle() -> None:
+            self._session.drain(WAIT_S)
+            self._since(start, f"{prefix}ready for the next")
+
+        with ThreadPoolExecutor(3) as threads:
+            waits = [threads.submit(reaches, status) for status in (Status.COMPLETE, Status.PROTECTED)]
+            for wait in (*waits, threads.submit(idle)):
+                wait.result()
 
     def _since(self, start: float, name: str) -> None:
         self.samples.series[name].append(time.perf_counter() - start)

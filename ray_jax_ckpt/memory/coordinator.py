@@ -88,6 +88,9 @@ class Coordinator:
     async def finish(self, keep: bool) -> None:
         """The run is over. Stores end now, or (`keep`) when nobody has taken them over for their orphan timeout."""
         await self.open()
+        # A group that is still being formed would start again what ends here.
+        for task in self._tasks:
+            task.cancel()
         if not keep:
             for name, handle in list(self._roster.handles.items()):
                 ray.kill(handle)
