@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,21 +29,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench import cluster
 
 PARTS = ("snapshot", "protected", "leaves", "recovery")
+SMOKE_PARTS = ("protected", "recovery")
 OUT = Path(__file__).resolve().parent.parent / "out" / "memory_tier.json"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to measure (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="of every measurement (default: %(default)s)")
     parser.add_argument("--deaths", type=int, default=2, help="of a worker, per kind of run (default: %(default)s)")
     parser.add_argument("--gb", type=float, default=1.494, help="size of the state (default: GPT-2 small with Adam)")
-    parser.add_argument("--smoke", action="store_true", help="a state of 0.06 GB, one repeat")
+    parser.add_argument("--smoke", action="store_true", help="0.06 GB, one repeat, half of the parts")
     parser.add_argument("--out", type=Path, default=OUT, help="the result file (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.smoke:
         arguments.repeats, arguments.deaths, arguments.gb = 1, 1, 0.06
+    arguments.only = arguments.only or (SMOKE_PARTS if arguments.smoke else PARTS)
     if arguments.repeats < 1 or arguments.deaths < 1 or arguments.gb <= 0:
         parser.error("--repeats, --deaths and --gb must be positive")
     return arguments
@@ -60,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with cluster.own_cluster() as machines:
             for part in arguments.only:
-                result[part] = PARTS_BY_NAME[part](arguments, machines)
+                load = os.getloadavg()[0]
+                result[part] = PARTS_BY_NAME[part](arguments, machines) | {"load_average": [load, os.getloadavg()[0]]}
                 _save(arguments.out, result)
     except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own way to take Ctrl-C, and SIGTERM
         print("interrupted; cluster and workers are shut down", file=sys.stderr)
@@ -79,7 +83,7 @@ def measure_snapshot(arguments: argparse.Namespace, machines: cluster.Machines) 
 
 def measure_protected(arguments: argparse.Namespace, machines: cluster.Machines) -> dict[str, Any]:
     """Two copies."""
-    parts = ("memory", "loops", "restore", "peer", "phases", "machine")
+    parts = ("memory", "loops", "restore", "peer", "phases", "machine", *(["orbax"] if arguments.smoke else []))
     return _measure_run("protected", "gpt2", 2, parts, arguments, machines)
 
 
@@ -117,13 +121,15 @@ def measure_recovery(arguments: argparse.Namespace, machines: cluster.Machines) 
     # Three steps after a snapshot, and late enough for one more to follow the recovery from the death before.
     deaths = tuple(4 * every + 4 + 4 * every * i for i in range(arguments.deaths))
     runs = {}
-    for name, ours in (("ray_jax_ckpt", True), ("stock", False)):
+    for name, ours in (("ray_jax_ckpt", True), *([] if arguments.smoke else [("stock", False)])):
         runs[name] = recovery.run(recovery.Plan(f"recovery-{name}", ours, every, deaths), machines)
     report.show_recovery(runs)
     medians = {name: report.summarize_recovery(found) for name, found in runs.items()}
-    ratio = medians["ray_jax_ckpt"]["total"]["median"] / medians["stock"]["total"]["median"]
-    print(f"  ray_jax_ckpt / stock {ratio:.2f}")
-    return {"medians": medians, "ratio": round(ratio, 3), "values": runs, "every": every, "deaths": deaths}
+    result = {"medians": medians, "values": runs, "every": every, "deaths": deaths}
+    if "stock" in medians:
+        result["ratio"] = round(medians["ray_jax_ckpt"]["total"]["median"] / medians["stock"]["total"]["median"], 3)
+        print(f"  ray_jax_ckpt / stock {result['ratio']:.2f}")
+    return result
 
 
 PARTS_BY_NAME = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import shutil
@@ -78,6 +79,16 @@ def own_cluster() -> Iterator[Machines]:
         if before is not None:
             os.environ["RAY_TMPDIR"] = before
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def fit(trainer: Any) -> None:
+    """Trains. Ray's driver reports dead workers on stdout, which is the tables'.
+
+    Raises:
+        Exception: What a train function raised.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit()
 
 
 def _raylet_pid(node: Any) -> int:

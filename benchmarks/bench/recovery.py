@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import Machines
+from bench.cluster import Machines, fit
 from bench.snapshot import NUM_WORKERS, worker_environment
 from ray_jax_ckpt._ray_compat import WorkerGroupCallback
 
@@ -70,7 +70,7 @@ def run(plan: Plan, machines: Machines) -> list[dict[str, Any]]:
             worker_runtime_env={"env_vars": worker_environment(work)},
         ),
     )
-    trainer.fit()
+    fit(trainer)
     stamps = [stamp for path in work.glob("*.jsonl") for stamp in map(json.loads, path.read_text().splitlines())]
     return _recoveries(sorted(stamps, key=lambda stamp: stamp["time"]))
 

@@ -76,8 +76,13 @@ def _ratios(rates: dict[str, float], seconds: dict[str, float]) -> dict[str, flo
         ("flight, one stream", "socket, one stream"),
     )
     ratios = {f"{a} / {b}": rates[b] / rates[a] for a, b in pairs if a in rates and b in rates}
-    calls = (("call", "orbax save_async call"), ("call", "orbax Snapshotter call"))
-    ratios |= {f"{a} / {b}": seconds[a] / seconds[b] for a, b in calls if a in seconds and b in seconds}
+    times = (
+        ("call", "orbax save_async call"),
+        ("call", "orbax Snapshotter call"),
+        ("complete", "orbax Snapshotter done"),
+        ("restore local", "orbax Snapshotter load"),
+    )
+    ratios |= {f"{a} / {b}": seconds[a] / seconds[b] for a, b in times if a in seconds and b in seconds}
     return {name: round(value, 3) for name, value in ratios.items()}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import Machines
+from bench.cluster import Machines, fit
 from bench.samples import Samples, merged
 
 NUM_WORKERS = 2
@@ -74,7 +74,7 @@ def run(plan: Plan, machines: Machines) -> dict[str, Any]:
             worker_runtime_env={"env_vars": worker_environment(machines.work)},
         ),
     )
-    trainer.fit()
+    fit(trainer)
     series, facts = merged([work / f"rank{rank}.json" for rank in range(NUM_WORKERS)])
     return {"series": series, "facts": facts}
 
