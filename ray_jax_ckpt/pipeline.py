@@ -188,13 +188,13 @@ class Pipeline:
         store, num_bytes = self._store, job.captured.plan.layout.num_bytes
         ref = store.begin.remote(self._attempt, job.generation, num_bytes, self._writer, timeout_s)
         try:
-            grant = ray.get(ref, timeout=timeout_s + GRACE_S)
+            grant: Any = ray.get(ref, timeout=timeout_s + GRACE_S)
             if job.lease is not None:
                 ray.get(store.lease.remote(job.lease), timeout=timeout_s + GRACE_S)
         except GetTimeoutError:
             raise SnapshotTimeoutError(
-                f"The store of this rank did not answer within {timeout_s + GRACE_S:g} s when step {job.generation.step} "
-                "was to be stored. It, or its node, hangs; raise timeout_s if it is only slow."
+                f"The store of this rank did not answer within {timeout_s + GRACE_S:g} s when step "
+                f"{job.generation.step} was to be stored. It, or its node, hangs; raise timeout_s if it is only slow."
             ) from None
         return grant
 
