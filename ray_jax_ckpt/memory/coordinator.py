@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class Coordinator:
             if self._secret:
                 return
             handles = await self._roster.living()
-            inventories = await self._roster.ask(self._inventory, handles) if handles else {}
+            inventories = await self._roster.ask(self._inventory, handles)
             for name, inventory in inventories.items():
                 self._adopt(handles[name], inventory)
             self._secret = next((one.secret for one in inventories.values()), "") or secrets.token_urlsafe(32)
@@ -255,10 +255,19 @@ class Coordinator:
             self._books = books_.held(self._books, report)
 
     async def _refresh(self, attempt: int) -> None:
-        """Rebuilds the books from what the living stores say, after they refuse writes of older attempts."""
+        """Rebuilds the books from what the living stores say, who refuse writes of older attempts from then on."""
         handles = dict(self._roster.handles)
-        await self._roster.ask(lambda store: store.fence.remote(attempt))
-        inventories = await self._roster.ask(self._inventory)
+
+        def enough(answers: Mapping[str, Any]) -> bool:
+            """Whether what is restored is the same with and without the stores that are silent."""
+            books = self._books
+            for name in handles.keys() - answers.keys():
+                books = books_.store_lost(books, name)
+            return bool(books.complete()) and books.complete()[0] == self._books.complete()[0]
+
+        inventories = await self._roster.ask(
+            lambda store: store.inventory.remote(self._me, attempt), handles, enough=enough
+        )
         for name in handles.keys() - inventories.keys():
             self._lose(name)
         for name, inventory in inventories.items():
@@ -340,7 +349,9 @@ class Coordinator:
             return True
         holders = self._holders(generation)
         stores = {name for names in holders.values() for name in names}
-        good = await self._roster.ask(lambda store: store.verify.remote(generation), self._handles(stores))
+        good = await self._roster.ask(
+            lambda store: store.verify.remote(generation), self._handles(stores), timeout_s=self._config.timeout_s
+        )
         for name in stores - good.keys():
             self._lose(name)
         for name, parts in good.items():

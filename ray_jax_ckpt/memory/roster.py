@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -21,6 +20,9 @@ logger = logging.getLogger(__name__)
 # A living store answers in milliseconds; one that does not within this is left out.
 ANSWER_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
+PROMPT_S = 1.0
+
+Question = Callable[[ActorHandle], Any]
 
 
 class Roster:
@@ -69,37 +71,50 @@ class Roster:
             await asyncio.to_thread(fleet.end_store, name, handle, ANSWER_TIMEOUT_S)
 
     async def ask(
-        self, question: Callable[[ActorHandle], Any], handles: Mapping[str, ActorHandle] | None = None
+        self,
+        question: Question,
+        handles: Mapping[str, ActorHandle],
+        *,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        enough: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> dict[str, Any]:
         """Answers by name, without those of stores that failed or did not answer in time.
 
         Args:
             question: Calls a remote method of the handle and returns the reference.
-            handles: Whom to ask. None: all.
+            handles: Whom to ask.
+            timeout_s: Bound of the wait for all.
+            enough: Whether the answers so far will do. It is asked when some are still missing after a moment, since a
+                dead node's store may let everybody wait for the whole timeout.
         """
-        return await self._collect({n: question(handle) for n, handle in (handles or dict(self.handles)).items()})
+        tasks = {name: asyncio.ensure_future(_answer(name, question(handle))) for name, handle in handles.items()}
+        await _wait(tasks.values(), PROMPT_S if enough is not None else timeout_s)
+        if enough is not None and not enough(_answers(tasks)):
+            await _wait(tasks.values(), timeout_s)
+        answers = _answers(tasks)
+        for task in tasks.values():
+            task.cancel()
+        return answers
 
-    async def ask_when_started(
-        self, question: Callable[[ActorHandle], Any], handles: Mapping[str, ActorHandle]
-    ) -> dict[str, Any]:
+    async def ask_when_started(self, question: Question, handles: Mapping[str, ActorHandle]) -> dict[str, Any]:
         """Like `ask`, for stores that may still be starting."""
-        refs = {name: question(handle) for name, handle in handles.items()}
-        await asyncio.wait([asyncio.ensure_future(_settled(ref)) for ref in refs.values()], timeout=START_TIMEOUT_S)
-        return await self._collect(refs)
+        return await self.ask(question, handles, timeout_s=START_TIMEOUT_S)
 
-    async def _collect(self, refs: Mapping[str, Any]) -> dict[str, Any]:
-        answers = await asyncio.gather(*(_answer(name, ref) for name, ref in refs.items()))
-        return {name: answer[0] for name, answer in zip(refs, answers, strict=True) if answer is not None}
+
+async def _wait(tasks: Iterable[asyncio.Task[Any]], timeout_s: float) -> None:
+    pending = [task for task in tasks if not task.done()]
+    if pending:
+        await asyncio.wait(pending, timeout=timeout_s)
+
+
+def _answers(tasks: Mapping[str, asyncio.Task[tuple[Any] | None]]) -> dict[str, Any]:
+    results = {name: task.result() for name, task in tasks.items() if task.done()}
+    return {name: result[0] for name, result in results.items() if result is not None}
 
 
 async def _answer(name: str, ref: Any) -> tuple[Any] | None:
     try:
-        return (await asyncio.wait_for(ref, ANSWER_TIMEOUT_S),)
-    except (RayError, CheckpointError, TimeoutError) as error:
+        return (await ref,)
+    except (RayError, CheckpointError) as error:
         logger.debug("Store %s did not answer: %r", name, error)
         return None
-
-
-async def _settled(ref: Any) -> None:
-    with contextlib.suppress(RayError, CheckpointError):
-        await ref

@@ -91,14 +91,17 @@ class ReplicaStore:
 
     # Who it is.
 
-    def inventory(self, coordinator: ActorHandle | None = None) -> Inventory:
+    def inventory(self, coordinator: ActorHandle | None = None, attempt: int = 0) -> Inventory:
         """Who this store is and what it holds.
 
-        With a coordinator it reports to that one from now on, without a gap: whatever is not in the answer is reported.
+        Args:
+            coordinator: Whom it reports to from now on, without a gap: whatever is not in the answer is reported.
+            attempt: Writes of attempts before this one are refused from now on.
         """
         self.heartbeat()
         with self._changed:
             self._coordinator = coordinator or self._coordinator
+            self._update(slots_.fence(self._slots, attempt))
             held = tuple(self._report(generation) for generation in sorted(self._slots.generations()))
             options, attempt = self._options, self._slots.attempt
         return Inventory(
@@ -117,15 +120,10 @@ class ReplicaStore:
         """Process id of this store."""
         return os.getpid()
 
-    def fence(self, attempt: int) -> None:
-        """Refuses writes of attempts before this one, for ever."""
-        with self._changed:
-            self._update(slots_.fence(self._slots, attempt))
-
     def join_group(self, group: Group) -> None:
         """Whom to push to in the group's attempt. Raises StaleAttemptError if a newer one has started."""
-        self.fence(group.attempt)
         with self._changed:
+            self._update(slots_.fence(self._slots, group.attempt))
             self._group = group
             self._sizes.clear()
             self._changed.notify_all()
