@@ -16,6 +16,7 @@ measured in the same processes, at the same time as in ours, on as many bytes.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -30,7 +31,7 @@ from bench import cluster
 
 PARTS = ("snapshot", "protected", "leaves", "recovery")
 SMOKE_PARTS = ("protected", "recovery")
-OUT = Path(__file__).resolve().parent.parent / "out" / "memory_tier.json"
+OUT = Path(__file__).resolve().parent.parent / "out" / "benchmarks"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,7 +42,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--deaths", type=int, default=2, help="of a worker, per kind of run (default: %(default)s)")
     parser.add_argument("--gb", type=float, default=1.494, help="size of the state (default: GPT-2 small with Adam)")
     parser.add_argument("--smoke", action="store_true", help="0.06 GB, one repeat, half of the parts")
-    parser.add_argument("--out", type=Path, default=OUT, help="the result file (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=OUT, help="folder for a result file per part (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     if arguments.smoke:
         arguments.repeats, arguments.deaths, arguments.gb = 1, 1, 0.06
@@ -52,26 +55,25 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints, writes the result file. Returns the exit code."""
+    """Measures, prints, writes the result files. Returns the exit code."""
     arguments = parse_arguments(argv)
     cluster.prepare_environment()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a part is shown when it is done, also in a file
     from bench import report
 
     settings = {name: value for name, value in vars(arguments).items() if name != "out"}
-    result: dict[str, Any] = {"machine": report.describe_machine(), "settings": settings}
     start = time.monotonic()
     try:
         with cluster.own_cluster() as machines:
             for part in arguments.only:
-                load = os.getloadavg()[0]
-                result[part] = PARTS_BY_NAME[part](arguments, machines) | {"load_average": [load, os.getloadavg()[0]]}
-                _save(arguments.out, result)
+                head = {"machine": report.describe_machine(), "settings": settings}
+                result = PARTS_BY_NAME[part](arguments, machines)
+                _save(arguments.out / f"{part}.json", head | {"load_average_after": os.getloadavg(), part: result})
     except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own way to take Ctrl-C, and SIGTERM
         print("interrupted; cluster and workers are shut down", file=sys.stderr)
         return 130
-    result["seconds"] = round(time.monotonic() - start)
-    _save(arguments.out, result)
-    print(f"\n{result['seconds']} s; all values: {arguments.out}")
+    print(f"\n{time.monotonic() - start:.0f} s; all values: {arguments.out}")
     return 0
 
 

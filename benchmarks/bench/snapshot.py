@@ -159,12 +159,17 @@ class Bench:
         self._one_snapshot("first ")
 
     def snapshots(self) -> None:
-        """Single ones, each until it is protected."""
+        """Single ones, each until it is protected; then some with the package's own steps timed."""
+        from bench.phases import SNAPSHOT, timed_phases
+
         for _ in range(2):
             self._one_snapshot("warm-up ")
         for _ in range(self.plan.repeats):
             self._one_snapshot("")
         self._note_memory("steady")
+        with timed_phases(self.samples, SNAPSHOT if "phases" in self.plan.parts else ()):
+            for _ in range(self.plan.repeats if "phases" in self.plan.parts else 0):
+                self._one_snapshot("phased ")
 
     def _one_snapshot(self, prefix: str) -> None:
         import ray_jax_ckpt as rjc
@@ -307,12 +312,9 @@ class Bench:
     # Where the time goes, and the memory.
 
     def phases(self) -> None:
-        """Snapshots and restores again, with the package's own steps timed: slightly slower, so apart."""
-        from bench.phases import RESTORE, SNAPSHOT, timed_phases
+        """Restores again, with the package's own steps timed: slightly slower, so apart."""
+        from bench.phases import RESTORE, timed_phases
 
-        with timed_phases(self.samples, SNAPSHOT):
-            for _ in range(self.plan.repeats):
-                self._one_snapshot("phased ")
         with timed_phases(self.samples, RESTORE):
             self._restores("phased restore", "memory:local")
 

@@ -129,13 +129,14 @@ class Step:
 
     def calibrate(self, state: State, seconds: float, agree: Callable[[int], int]) -> State:
         """Makes a step take so long. `agree` gives all ranks the number that the first one found."""
-        times = []
-        for self.num_products in (4, 4, 20):
+        times: dict[int, list[float]] = {4: [], 24: []}
+        for self.num_products in (4, 4, 24, 4, 24, 4, 24):
             start = time.perf_counter()
             state = self(state, 0)
-            times.append(time.perf_counter() - start)
-        each = max((times[2] - times[1]) / 16, 1e-4)
-        self.num_products = agree(max(1, round((seconds - times[1]) / each) + 4))
+            times[self.num_products].append(time.perf_counter() - start)
+        short, long = (min(found) for found in times.values())  # the first one compiles, others are disturbed
+        each = max((long - short) / 20, 1e-4)
+        self.num_products = agree(max(1, round((seconds - short) / each) + 4))
         return state
 
 
