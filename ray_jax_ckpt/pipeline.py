@@ -216,7 +216,12 @@ class Pipeline:
     def _mapping(self, grant: Grant) -> Mapping:
         found = self._mappings.pop(grant.segment.id, None)
         if found is None:
-            found = open_segment(grant.segment, writable=True)
+            try:
+                found = open_segment(grant.segment, writable=True)
+            except StoreError:
+                # Raises RayActorError if the store died since it granted the buffer: then a new one takes the job.
+                ray.get(self._store.pid.remote(), timeout=GRACE_S)
+                raise
         self._mappings[grant.segment.id] = found
         while len(self._mappings) > MAX_MAPPINGS:
             self._mappings.pop(next(iter(self._mappings))).close()

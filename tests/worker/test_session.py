@@ -1,0 +1,130 @@
+"""What the calls say where there is no session, and what handles and the manager are as objects."""
+
+from __future__ import annotations
+
+import pickle
+import types
+
+import pyarrow.fs
+import pytest
+import ray.train
+
+import ray_jax_ckpt as rjc
+from ray_jax_ckpt import _ray_compat, session
+from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint
+from ray_jax_ckpt.errors import ConfigError, NoSessionError, NotSupportedError, RestoreError
+from ray_jax_ckpt.model.shards import Generation
+
+GENERATION = Generation(2, 1, 30)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda: rjc.snapshot(1, {}), lambda: rjc.restore(SnapshotCheckpoint(GENERATION)), rjc.wait, rjc.latest],
+    ids=["snapshot", "restore", "wait", "latest"],
+)
+def test_outside_of_a_run_the_calls_say_what_to_do(call, monkeypatch):
+    with pytest.raises(NoSessionError, match=r"JaxTrainer.*num_workers=0.*callbacks=\[ray_jax_ckpt\.CheckpointManager"):
+        call()
+    monkeypatch.setattr(session, "_current", session.Wiring(types.SimpleNamespace(), rjc.SnapshotConfig()))
+    with pytest.raises(NoSessionError, match="decision has not arrived"):
+        call()
+
+
+def test_a_handle_is_a_checkpoint_without_files(tmp_path):
+    handle = SnapshotCheckpoint(GENERATION, {"loss": 1.0})
+    assert isinstance(handle, ray.train.Checkpoint)
+    assert "step=30" in repr(handle)
+    for read in (handle.as_directory, handle.to_directory, lambda: handle.to_directory(str(tmp_path))):
+        with pytest.raises(NotSupportedError, match=r"step 30.*in memory.*restore\(\)"):
+            read()
+    # What Ray does with a reported checkpoint.
+    with pytest.raises(NotSupportedError, match="step 30"):
+        pyarrow.fs.copy_files(
+            handle.path,
+            str(tmp_path),
+            source_filesystem=handle.filesystem,
+            destination_filesystem=pyarrow.fs.LocalFileSystem(),
+        )
+
+
+def test_handles_travel():
+    handle = SnapshotCheckpoint(GENERATION, {"loss": 1.0})
+    copy = pickle.loads(pickle.dumps(handle))
+    assert (copy.generation, copy.step, copy.metrics) == (GENERATION, 30, {"loss": 1.0})
+    undecided = pickle.loads(pickle.dumps(UndecidedCheckpoint()))
+    for read in (undecided.as_directory, undecided.to_directory):
+        with pytest.raises(RestoreError, match="could not be decided"):
+            read()
+
+
+@pytest.fixture
+def context(monkeypatch):
+    """A worker's context, with what Ray would restore."""
+    found = types.SimpleNamespace(checkpoint="what Ray has")
+
+    def replace(checkpoint):
+        before, found.checkpoint = found.checkpoint, checkpoint
+        return before
+
+    monkeypatch.setattr(_ray_compat, "set_checkpoint", replace)
+    monkeypatch.setattr(_ray_compat, "world_rank", lambda: 0)
+    monkeypatch.setattr(session, "_current", None)
+    monkeypatch.setattr(session, "_reported", [])
+    return found
+
+
+def decision(located):
+    member = types.SimpleNamespace(node_id="here", domain="here", rank=0)
+    return types.SimpleNamespace(attempt=2, members=(member,), stores={0: None}, secret="", located=located)
+
+
+@pytest.mark.parametrize("located", [None, types.SimpleNamespace(generation=GENERATION)], ids=["nothing", "something"])
+def test_a_worker_is_armed_until_the_decision_comes(context, located):
+    wiring = session.Wiring(types.SimpleNamespace(), rjc.SnapshotConfig())
+    session.arm(wiring)
+    assert isinstance(context.checkpoint, UndecidedCheckpoint)
+    with pytest.raises(NoSessionError, match="not arrived"):
+        session.current()
+    session.decide(decision(located))
+    assert session.current().decision.attempt == 2
+    if located is None:
+        assert context.checkpoint == "what Ray has"
+    else:
+        assert context.checkpoint.generation == GENERATION
+
+
+def test_a_decision_needs_an_armed_worker(context):
+    with pytest.raises(NoSessionError, match="armed"):
+        session.decide(decision(None))
+
+
+# --- the manager
+
+
+def test_the_manager_travels_before_it_is_started():
+    manager = rjc.CheckpointManager(snapshot=rjc.SnapshotConfig(every_n_steps=3))
+    copy = pickle.loads(pickle.dumps(manager))
+    assert copy._config == manager._config
+    assert ray.cloudpickle.loads(ray.cloudpickle.dumps(copy))._config.every_n_steps == 3
+
+
+def test_the_manager_takes_a_config_and_nothing_else():
+    for wrong in ({"every_n_steps": 3}, 5, "memory"):
+        with pytest.raises(ConfigError, match="SnapshotConfig"):
+            rjc.CheckpointManager(snapshot=wrong)
+
+
+def test_a_run_that_is_told_nothing_of_stays_calm(caplog):
+    # Its start failed: every later hook does nothing, and none raises.
+    manager = rjc.CheckpointManager()
+    manager.after_controller_start(None)
+    assert "after_controller_start failed" in caplog.text
+    assert manager.before_init_train_context([]) == {}
+    for hook in (
+        manager.after_worker_group_start,
+        manager.before_worker_group_shutdown,
+        manager.after_controller_finish,
+    ):
+        hook(None)
+    manager.before_controller_abort()
