@@ -172,7 +172,7 @@ class Assembler:
     def _boxes(
         self, targets: Sequence[Target], wants: Sequence[Want], dtypes: Sequence[np.dtype], fetch: Fetch
     ) -> list[np.ndarray]:
-        """One array per wanted box. One without elements needs no bytes, and any number of stored ones would meet it."""
+        """One array per wanted box. One without elements needs no bytes, and any number of stored ones meets it."""
         asked = [i for i, want in enumerate(wants) if volume(want.box)]
         try:
             arrays = fetch([wants[i] for i in asked], [dtypes[i] for i in asked])
