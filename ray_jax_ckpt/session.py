@@ -93,9 +93,10 @@ class Session:
             return None
         generation = Generation(self.decision.attempt, self.restores, step)
         flat = flatten(state)
-        if self._planner is None:
-            self._planner = Planner(self._topology(timeout_s))
-        plan = self._planner.plan(flat)
+        planner = self._ready_planner(generation, force, timeout_s)
+        if planner is None:
+            return None
+        plan = planner.plan(flat)
         self._check_memory(plan)
         data_state = _data_state(data)
         if not self._make_way(generation, force, timeout_s):
@@ -152,6 +153,18 @@ class Session:
         """Waits until this rank's last snapshot is stored; raises what went wrong."""
         self._pipeline.drain(timeout_s)
 
+    def _ready_planner(self, generation: Generation, force: bool, timeout_s: float) -> Planner | None:
+        """The planner; None (with a warning) if the group could not be asked how JAX numbers it: training goes on."""
+        if self._planner is None:
+            try:
+                self._planner = Planner(self._topology(timeout_s))
+            except SnapshotError as error:
+                self._abandon(generation, f"rank {self.rank} does not know how JAX numbers the processes")
+                if force:
+                    raise
+                warnings.warn(f"Snapshot of step {generation.step} skipped: {error}", RuntimeWarning, stacklevel=4)
+        return self._planner
+
     def _topology(self, timeout_s: float) -> Topology:
         """The group as JAX numbers it.
 
@@ -176,8 +189,7 @@ class Session:
         if self._last_step is not None and step < self._last_step:
             raise StepError(
                 f"Step {step} comes after step {self._last_step} in the same attempt. Going back needs restore(), "
-                f"which "
-                "starts a new line; otherwise steps must grow."
+                "which starts a new line; otherwise steps must grow."
             )
         return step
 
