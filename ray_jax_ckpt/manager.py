@@ -94,14 +94,21 @@ class CheckpointManager(_Callback):
     @_safe
     def after_controller_finish(self, result: Any) -> None:
         """A run that ended well needs its stores no more; those of one that failed wait for a new driver."""
-        if self._coordinator is not None:
-            ray.get(self._coordinator.finish.remote(keep=result.error is not None), timeout=FINISH_TIMEOUT_S)
+        self._finish(keep=result.error is not None)
 
     @_safe
     def before_controller_abort(self) -> None:
         """The stores stay for a while: the run may be started again."""
-        if self._coordinator is not None:
-            ray.get(self._coordinator.finish.remote(keep=True), timeout=FINISH_TIMEOUT_S)
+        self._finish(keep=True)
+
+    def _finish(self, keep: bool) -> None:
+        """Ends the coordinator too: the controller's process, its owner, lives on until the driver lets go of it."""
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            try:
+                ray.get(coordinator.finish.remote(keep=keep), timeout=FINISH_TIMEOUT_S)
+            finally:
+                ray.kill(coordinator)
 
     # Worker groups.
 

@@ -120,14 +120,18 @@ def restore(
     handle = _snapshot_of(checkpoint)
     session.record("restore_begin", step=handle.step)
     located = _locate(session, handle, bound)
-    indices = [Index.from_bytes(raw) for raw in located.indices]
-    state, source = _read(session, located, indices, abstract_state, shardings, Options(partial, cast), bound)
-    states = {index.layout.rank: None if index.data is None else decode_value(index.data) for index in indices}
-    own = states.get(session.rank) if len(indices) == session.world_size else None
-    if data is not None:
-        _put_back(data, own, len(indices), session.world_size)
-    number = session.restores + 1
-    session.ask(session.coordinator.confirm.remote(session.rank, number, handle.generation, bound), bound)
+    try:
+        indices = [Index.from_bytes(raw) for raw in located.indices]
+        state, source = _read(session, located, indices, abstract_state, shardings, Options(partial, cast), bound)
+        states = {index.layout.rank: None if index.data is None else decode_value(index.data) for index in indices}
+        own = states.get(session.rank) if len(indices) == session.world_size else None
+        if data is not None:
+            _put_back(data, own, len(indices), session.world_size)
+        number = session.restores + 1
+        session.ask(session.coordinator.confirm.remote(session.rank, number, handle.generation, bound), bound)
+    except BaseException:
+        session.coordinator.let_go.remote(session.rank)
+        raise
     session.restored(handle.generation)
     session.record("restore_end", step=handle.step, source=source)
     metrics = indices[session.rank if session.rank < len(indices) else 0].metrics

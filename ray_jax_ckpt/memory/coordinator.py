@@ -190,7 +190,7 @@ class Coordinator:
                     raise SnapshotTimeoutError(self._not_ready(generation, status, timeout_s)) from None
 
     async def locate(self, generation: Generation, rank: int) -> Located:
-        """Leases a complete generation for a reader, and says where it is. `confirm` ends the lease.
+        """Leases a complete generation for a reader, and says where it is. `confirm` or `let_go` ends the lease.
 
         Raises:
             SnapshotLostError: It is not complete (any more).
@@ -198,6 +198,7 @@ class Coordinator:
         attempt = self._books.attempt
         located = await self._locate(generation, Lease(f"restore {attempt} {rank}", generation, attempt))
         if located is None:
+            self.let_go(rank)
             held = [g.step for g in self._books.complete()]
             raise SnapshotLostError(
                 f"Step {generation.step} (generation {generation}) is not held completely; complete steps: {held}."
@@ -222,6 +223,10 @@ class Coordinator:
             ) from None
         if len(set(values.values())) > 1:
             raise RestoreError(f"Ranks restored different snapshots: {values}.")
+        self.let_go(rank)
+
+    def let_go(self, rank: int) -> None:
+        """A rank reads no more, because it is done or failed."""
         for handle in self._roster.handles.values():
             handle.unlease.remote(f"restore {self._books.attempt} {rank}")
 
@@ -362,24 +367,25 @@ class Coordinator:
         return generation in self._books.complete()
 
     async def _locate(self, generation: Generation, lease: Lease | None = None) -> Located | None:
-        """Where the parts and the indices are; with a lease, kept there. None if it is not complete."""
-        if generation not in self._books.complete():
-            return None
-        holders = self._holders(generation)
-        stores = {name for names in holders.values() for name in names}
+        """Where the parts and the indices are, by the stores' own word; with a lease, kept there. None if some are missing.
+
+        The books are not asked: what is kept for a handle is on the stores after they have forgotten it.
+        """
+        handles = self._handles(self._books.domains)
         if lease is not None:
-            leased = await self._roster.ask(lambda store: store.lease.remote(lease), self._handles(stores))
-            stores &= leased.keys()
-        answers = await self._roster.ask(lambda store: store.view.remote(generation), self._handles(stores))
-        indices = {Index.from_bytes(raw).layout.rank: raw for _, found in answers.values() for raw in found}
-        views = {name: view for name, (view, _) in answers.items()}
-        kept = {
-            part: tuple(n for n in names if n in views and part in views[n].places) for part, names in holders.items()
-        }
-        world_size = self._books.entries[generation].world_size
-        if not all(kept.values()) or indices.keys() != set(range(world_size)):
+            leased = await self._roster.ask(lambda store: store.lease.remote(lease), handles)
+            handles = {name: handles[name] for name in leased}
+        answers = await self._roster.ask(lambda store: store.view.remote(generation), handles)
+        indices = {index.layout.rank: (index, raw) for _, found in answers.values() for index, raw in _decoded(found)}
+        views = {name: view for name, (view, _) in answers.items() if view.places}
+        if not indices:
             return None
-        return Located(generation, world_size, tuple(indices[rank] for rank in sorted(indices)), kept, views)
+        world_size = next(iter(indices.values()))[0].layout.world_size
+        expected = {part.id for index, _ in indices.values() for part in index.layout.parts}
+        holders = {part: tuple(sorted(name for name in views if part in views[name].places)) for part in expected}
+        if indices.keys() != set(range(world_size)) or not all(holders.values()):
+            return None
+        return Located(generation, world_size, tuple(indices[rank][1] for rank in sorted(indices)), holders, views)
 
     def _handles(self, names: Iterable[str]) -> dict[str, ActorHandle]:
         return {name: self._roster.handles[name] for name in names}
@@ -439,3 +445,7 @@ class Coordinator:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _decoded(encoded: Iterable[bytes]) -> list[tuple[Index, bytes]]:
+    return [(Index.from_bytes(raw), raw) for raw in encoded]

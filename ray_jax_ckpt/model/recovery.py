@@ -82,7 +82,7 @@ class Want:
 
 
 def plan_reads(wants: Sequence[Want], holders: Mapping[str, Sequence[str]], near: Iterable[str]) -> list[Read]:
-    """Chooses, for every wanted box, which bytes to read from which holder.
+    """Chooses, for every wanted box, which bytes to read from which holder. A box without elements needs none.
 
     Holders on the reader's own node come first; other bytes are spread over all holders of a part by load.
 
@@ -96,12 +96,14 @@ def plan_reads(wants: Sequence[Want], holders: Mapping[str, Sequence[str]], near
     """
     close, loads, reads = set(near), defaultdict(int), []
     for position, want in enumerate(wants):
+        if volume(want.box) == 0:
+            continue
         found = [s for s in want.candidates if holders.get(s.part)]
         if not covers((s.item.box for s in found), want.box):
             raise KeyError(position)
         for stored in found:
             shared = intersect(stored.item.box, want.box)
-            if shared is None or (volume(shared) == 0 and volume(want.box) != 0):
+            if shared is None:
                 continue
             offset, size, span = row_span(shared, stored.item.box, want.itemsize)
             holder = min(holders[stored.part], key=lambda name: (name not in close, loads[name], name))

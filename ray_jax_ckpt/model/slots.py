@@ -62,7 +62,8 @@ class Slots:
 
     Attributes:
         name: The store.
-        per_source: Slots that one source may use at a time. Two let a new generation arrive while the last one is kept.
+        per_source: Slots that one source may use at a time. Two let a new generation arrive while the last one is kept;
+            a worker's lease on one adds a third, so that a single kept generation never stops snapshots.
         attempt: The newest attempt seen: writes of older ones are refused.
         used: By slot id.
         leases: By lease id.
@@ -101,7 +102,8 @@ def grant(slots: Slots, generation: Generation, source: str, attempt: int, write
     mine = slots.of_source(source)
     if any(slot.generation == generation and slot.phase is not Phase.STRANDED for slot in mine.values()):
         raise StoreError(f"{slots.name} already has or is receiving generation {generation} from {source}.")
-    if len(mine) >= slots.per_source:
+    kept = {hold.generation for hold in slots.leases.values() if hold.attempt is not None}
+    if len(mine) >= slots.per_source + any(slot.generation in kept for slot in mine.values()):
         return slots, None
     slot = Slot(generation, source, attempt, Phase.FILLING, writer)
     return replace(slots, used={**slots.used, slots.next_id: slot}, next_id=slots.next_id + 1), slots.next_id
@@ -193,6 +195,6 @@ def _free(slots: Slots, keys: Iterable[int]) -> Slots:
 def _check_attempt(slots: Slots, attempt: int) -> None:
     if attempt < slots.attempt:
         raise StaleAttemptError(
-            f"{slots.name} serves attempt {slots.attempt}; this request is of attempt {attempt}, which has been "
-            f"replaced."
+            f"{slots.name} serves attempt {slots.attempt}; this request is of attempt {attempt}, "
+            "which has been replaced."
         )

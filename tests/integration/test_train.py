@@ -33,7 +33,7 @@ from ray_jax_ckpt.testing import kill_node
 pytestmark = pytest.mark.timeout(480)
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = "ray::ReplicaStore"
+OURS = ("ray::ReplicaStore", "ray::Coordinator")
 NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 
@@ -224,5 +224,5 @@ def test_what_was_decided_is_on_record(run):
     assert {found["source"] for found in run.noted("restore_end")} == {s["source"] for s in run.seen(2, "restored")}
 
 
-def test_a_finished_run_leaves_no_stores_behind(run):
+def test_a_finished_run_leaves_nothing_behind(run):
     assert run.left_behind == []

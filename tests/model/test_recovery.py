@@ -87,6 +87,10 @@ def test_a_part_that_nobody_holds_is_named_by_position():
     assert caught.value.args == (1,)
 
 
+def test_a_box_without_elements_needs_no_read():
+    assert plan_reads([Want(((0, 0), (0, 4)), [], 4)], {}, []) == []
+
+
 def test_reads_from_other_nodes_are_spread_over_the_holders():
     parts = [(f"s{n}", (), True, [(0, ((n, n + 1),), 100)]) for n in range(10)]
     catalog = Catalog.of([index(0, parts)])

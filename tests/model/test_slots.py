@@ -83,6 +83,21 @@ def test_a_leased_generation_stays_readable_until_its_last_lease_ends():
     assert slots_.unlease(slots, "two").used == {}
 
 
+def test_one_kept_generation_does_not_stop_snapshots_and_two_do():
+    slots = slots_.lease(filled(Slots("me"), G1), Lease("handle", G1, 1))
+    slots = filled(filled(slots_.release(slots, [G1]), G2), G3)
+    again = Generation(1, 0, 40)
+    assert slots_.grant(slots, again, "me", 1, "42:7")[1] is None
+    assert slots_.grant(slots_.release(slots, [G2]), again, "me", 1, "42:7")[1] is not None
+    slots = slots_.release(slots_.lease(slots, Lease("second", G2, 1)), [G2])
+    assert slots_.grant(slots, again, "me", 1, "42:7")[1] is None
+
+
+def test_a_push_that_is_under_way_adds_no_buffer():
+    slots = slots_.lease(filled(filled(Slots("me"), G1), G2), Lease("push", G1, None))
+    assert slots_.grant(slots, G3, "me", 1, "42:7")[1] is None
+
+
 def test_leases_of_an_attempt_end_with_it_and_those_of_the_driver_do_not():
     slots = filled(filled(Slots("me"), G1), G2)
     slots = slots_.lease(slots_.lease(slots, Lease("worker", G1, 1)), Lease("push", G2, None))

@@ -312,21 +312,23 @@ def test_more_memory_than_allowed_is_an_error_with_the_numbers(attempts):
 
 def test_a_forced_snapshot_is_kept_until_its_handle_is_gone(attempts, eventually):
     attempts.begin()
-    kept = rjc.snapshot(1, {"x": 1}, force=True)
+    kept = []
+    for step in (1, 2):
+        kept.append(rjc.snapshot(step, {"x": step}, force=True))
+        rjc.wait()
+    # One that is kept does not stop snapshots; of two, neither buffer is free although newer ones have replaced them.
+    rjc.snapshot(3, {"x": 3})
     rjc.wait()
-    handle = rjc.snapshot(2, {"x": 2})
-    rjc.wait()
-    eventually(lambda: attempts.held_steps() == {2})
-    # Its buffer is not free although a newer snapshot has replaced it: none is left for a third.
+    eventually(lambda: attempts.held_steps() == {3})
     with pytest.raises(SnapshotTimeoutError, match="no free buffer"):
-        rjc.snapshot(3, {"x": 3}, force=True, timeout_s=0.1)
-    assert rjc.latest() == 2
-    del kept
+        rjc.snapshot(4, {"x": 4}, force=True, timeout_s=0.1)
+    assert rjc.latest() == 3
+    kept.clear()
     gc.collect()
-    handle = rjc.snapshot(4, {"x": 4}, force=True)
+    handle = rjc.snapshot(5, {"x": 5}, force=True)
     rjc.wait()
-    assert rjc.latest() == 4
-    assert rjc.restore(handle).state == {"x": 4}
+    assert rjc.latest() == 5
+    assert rjc.restore(handle).state == {"x": 5}
 
 
 def test_forcing_the_step_that_was_just_taken_keeps_it(attempts, eventually):
@@ -334,14 +336,11 @@ def test_forcing_the_step_that_was_just_taken_keeps_it(attempts, eventually):
     handle = rjc.snapshot(1, {"x": 1})
     for _ in range(2):
         assert rjc.snapshot(1, {"x": 1}, force=True) is handle
-    rjc.snapshot(2, {"x": 2})
-    rjc.wait()
-    eventually(lambda: attempts.held_steps() == {2})
-    with pytest.raises(SnapshotTimeoutError, match="no free buffer"):
-        rjc.snapshot(3, {"x": 3}, force=True, timeout_s=0.1)
-    del handle
-    gc.collect()
-    assert rjc.restore(rjc.snapshot(4, {"x": 4}, force=True)).state == {"x": 4}
+    for step in (2, 3):
+        rjc.snapshot(step, {"x": step})
+        rjc.wait()
+    eventually(lambda: attempts.held_steps() == {3})
+    assert rjc.restore(handle).state == {"x": 1}
 
 
 def test_leases_end_with_their_attempt(attempts):
@@ -449,11 +448,11 @@ def test_a_store_that_dies_under_a_reserved_buffer_costs_nothing(attempts, event
     rjc.wait()
     assert rjc.restore(handle).state["x"].tolist() == [1.0] * 1000
     # Kept by the new store, too.
-    rjc.snapshot(2, {"x": jnp.ones(1000)})
-    rjc.wait()
-    eventually(lambda: attempts.held_steps() == {2})
-    with pytest.raises(SnapshotTimeoutError, match="no free buffer"):
-        rjc.snapshot(3, {"x": jnp.ones(1000)}, force=True, timeout_s=0.1)
+    for step in (2, 3):
+        rjc.snapshot(step, {"x": jnp.zeros(1000)})
+        rjc.wait()
+    eventually(lambda: attempts.held_steps() == {3})
+    assert rjc.restore(handle).state["x"].tolist() == [1.0] * 1000
 
 
 # --- restoring
