@@ -17,7 +17,7 @@ from bench.snapshot import NUM_WORKERS, worker_environment
 from ray_jax_ckpt._ray_compat import WorkerGroupCallback
 
 NUM_LEAVES = 16  # of 4 MiB
-STEP_S = 0.15
+POLL_S = 2.0
 PHASES = ("notice", "teardown", "start", "connect", "set up", "restore", "first step", "catching up")
 """Each lasts from the end of the one before, the first from the kill. notice: the controller knows; teardown: the old
 workers are gone; start: new worker processes are up; connect: jax.distributed is up; set up: the train function has
@@ -126,6 +126,8 @@ def train_fn(config: dict[str, Any]) -> None:
     remaining = config["deaths"][num_deaths:]
     for number in range(start + 1, config["deaths"][-1] + 3):
         if rank == 1 and remaining and number == remaining[0]:
+            # The controller looks every two seconds: deaths spread over them, or luck would decide how soon it notices.
+            time.sleep((num_deaths + 0.5) / len(config["deaths"]) * POLL_S)
             stamp(str(died), "died", step=number)
             os.kill(os.getpid(), signal.SIGKILL)
         state = train_step(state, number)
