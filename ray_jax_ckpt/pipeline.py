@@ -203,7 +203,6 @@ class Pipeline:
         grant, job.grant = job.grant or self._begin(job, self._timeout_s), None
         try:
             mapping = self._mapping(grant)
-            job.captured.wait()
             digests = job.captured.write(mapping.view(), self._copy)
             layout, metrics = job.captured.plan.layout, _numbers(job)
             index = Index(job.generation, layout, digests, job.captured.values, job.data, metrics)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from ray_jax_ckpt.arrays import tree
+from ray_jax_ckpt.arrays.capture import batched_copy
 from ray_jax_ckpt.errors import SnapshotLostError, TreeMismatchError
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.recovery import Catalog, Stored, Want
@@ -197,8 +198,7 @@ class Assembler:
                 raise TreeMismatchError(
                     f"{self._specs[number].path}: the value differs between the processes that snapshotted it (ranks "
                     f"{different[:5]} from rank {self._own.layout.rank}), and their number has changed. Put "
-                    f"per-process "
-                    "state into data=."
+                    "per-process state into data=."
                 )
         return self._own.values[number]
 
@@ -239,11 +239,18 @@ def _owned(arrays: list[jax.Array]) -> list[jax.Array]:
     JAX makes an array on CPU from an aligned numpy array without copying it, whatever `may_alias` says. Such an array
     would change with the buffer, which will be reused, and could not be donated. Of an array it makes a true copy.
     """
-    alias = [i for i, array in enumerate(arrays) if next(iter(array.devices())).platform == "cpu"]
-    targets = [arrays[i].sharding if arrays[i].committed else None for i in alias]
-    copies = jax.device_put([arrays[i] for i in alias], targets, may_alias=False) if alias else []
-    owned = dict(zip(alias, copies, strict=True))
-    return jax.block_until_ready([owned.get(i, array) for i, array in enumerate(arrays)])
+    owned = list(arrays)
+    groups: dict[Any, list[int]] = {}
+    for i, array in enumerate(arrays):
+        if next(iter(array.devices())).platform == "cpu":
+            groups.setdefault(array.sharding if array.committed else None, []).append(i)
+    for sharding, members in groups.items():
+        aliases = [arrays[i] for i in members]
+        free = sharding is None
+        copies = jax.device_put(aliases, may_alias=False) if free else batched_copy(aliases, sharding)
+        for i, copy in zip(members, copies, strict=True):
+            owned[i] = copy
+    return jax.block_until_ready(owned)
 
 
 def _data_dtype(spec: tree.LeafSpec) -> np.dtype:

@@ -86,7 +86,7 @@ def _copy_group(arrays: list[jax.Array], sharding: jax.sharding.Sharding) -> lis
     reason = "the devices have no pinned_host memory"
     for kind in _host_kinds(sharding):
         try:
-            copies = _batched_copy(arrays, sharding.with_memory_kind(kind))
+            copies = batched_copy(arrays, sharding.with_memory_kind(kind))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -95,7 +95,7 @@ def _copy_group(arrays: list[jax.Array], sharding: jax.sharding.Sharding) -> lis
             if kind != HOST_MEMORY_KINDS[0]:
                 _warn_once(kind, reason)
             return copies
-    copies = _batched_copy(arrays, _pageable(sharding))
+    copies = batched_copy(arrays, _pageable(sharding))
     _warn_once("the CPU backend's pageable", reason)
     return copies
 
@@ -144,7 +144,8 @@ def _runtime_copy(arrays: list[jax.Array], target: jax.sharding.Sharding) -> lis
 _copy: Callable[[list[jax.Array], jax.sharding.Sharding], list[jax.Array]] = _runtime_copy
 
 
-def _batched_copy(arrays: list[jax.Array], target: jax.sharding.Sharding) -> list[jax.Array]:
+def batched_copy(arrays: list[jax.Array], target: jax.sharding.Sharding) -> list[jax.Array]:
+    """Dispatches true copies of fully addressable arrays of one sharding to another; none of them is deleted."""
     global _copy
     same_devices = arrays[0].sharding.device_set == target.device_set
     if _copy is _runtime_copy and same_devices:

@@ -73,12 +73,10 @@ class Captured:
     arrays: list[jax.Array | np.ndarray] = field(repr=False)
     values: dict[int, Any] = field(repr=False)
 
-    def wait(self) -> None:
-        """Blocks until the copies from the devices are done. Raises what they raised."""
-        jax.block_until_ready([x for x in self.arrays if isinstance(x, jax.Array)])
-
     def write(self, buffer: np.ndarray, copy: Callable[[np.ndarray, np.ndarray], str]) -> dict[str, list[str]]:
-        """Copies everything into a buffer of `plan.layout.num_bytes`.
+        """Copies everything into a buffer of `plan.layout.num_bytes`, each array as soon as it has left the device.
+
+        Blocks, and raises what the copies from the devices raise.
 
         Args:
             buffer: uint8.

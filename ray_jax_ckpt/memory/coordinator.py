@@ -24,11 +24,10 @@ from ray_jax_ckpt.errors import (
     SnapshotTimeoutError,
 )
 from ray_jax_ckpt.memory.barrier import Barrier
-from ray_jax_ckpt.memory.messages import Decision, Group, Inventory, Located, Member
+from ray_jax_ckpt.memory.messages import Decision, Group, Inventory, Located, Member, assemble_view
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S, Roster
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model.books import Books, Held, Status
-from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.recovery import choose_push
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
@@ -367,7 +366,7 @@ class Coordinator:
         return generation in self._books.complete()
 
     async def _locate(self, generation: Generation, lease: Lease | None = None) -> Located | None:
-        """Where the parts and the indices are, by the stores' own word; with a lease, kept there. None if some are missing.
+        """Where the parts and the indices are, by the stores' own word; None if some are missing.
 
         The books are not asked: what is kept for a handle is on the stores after they have forgotten it.
         """
@@ -376,16 +375,7 @@ class Coordinator:
             leased = await self._roster.ask(lambda store: store.lease.remote(lease), handles)
             handles = {name: handles[name] for name in leased}
         answers = await self._roster.ask(lambda store: store.view.remote(generation), handles)
-        indices = {index.layout.rank: (index, raw) for _, found in answers.values() for index, raw in _decoded(found)}
-        views = {name: view for name, (view, _) in answers.items() if view.places}
-        if not indices:
-            return None
-        world_size = next(iter(indices.values()))[0].layout.world_size
-        expected = {part.id for index, _ in indices.values() for part in index.layout.parts}
-        holders = {part: tuple(sorted(name for name in views if part in views[name].places)) for part in expected}
-        if indices.keys() != set(range(world_size)) or not all(holders.values()):
-            return None
-        return Located(generation, world_size, tuple(indices[rank][1] for rank in sorted(indices)), holders, views)
+        return assemble_view(generation, answers.values())
 
     def _handles(self, names: Iterable[str]) -> dict[str, ActorHandle]:
         return {name: self._roster.handles[name] for name in names}
@@ -445,7 +435,3 @@ class Coordinator:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _decoded(encoded: Iterable[bytes]) -> list[tuple[Index, bytes]]:
-    return [(Index.from_bytes(raw), raw) for raw in encoded]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ray.actor import ActorHandle
@@ -48,6 +48,23 @@ class StoreView:
     node_id: str
     address: str
     places: Mapping[str, Place] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankIndex:
+    """A rank's encoded `Index` of a generation, and what can be said of it without decoding it.
+
+    Attributes:
+        rank: Whose.
+        world_size: Ranks of its group.
+        parts: Ids of the parts that it describes.
+        raw: The index.
+    """
+
+    rank: int
+    world_size: int
+    parts: tuple[str, ...] = field(repr=False)
+    raw: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -123,3 +140,19 @@ class Inventory:
     attempt: int
     secret: str = field(repr=False)
     held: tuple[Held, ...]
+
+
+def assemble_view(generation: Generation, answers: Iterable[tuple[StoreView, Sequence[RankIndex]]]) -> Located | None:
+    """What stores say of a generation, put together; None if an index or a part is missing."""
+    indices: dict[int, RankIndex] = {}
+    stores: dict[str, StoreView] = {}
+    for view, found in answers:
+        indices |= {index.rank: index for index in found}
+        if view.places:
+            stores[view.name] = view
+    expected = {part for index in indices.values() for part in index.parts}
+    holders = {part: tuple(sorted(n for n, view in stores.items() if part in view.places)) for part in expected}
+    world_size = max((index.world_size for index in indices.values()), default=0)
+    if not world_size or indices.keys() != set(range(world_size)) or not all(holders.values()):
+        return None
+    return Located(generation, world_size, tuple(indices[rank].raw for rank in range(world_size)), holders, stores)

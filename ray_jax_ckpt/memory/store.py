@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray_jax_ckpt.errors import SnapshotLostError, SnapshotTimeoutError, StaleAttemptError, StoreError
 from ray_jax_ckpt.memory.arena import Arena, Segment, process_alive, process_start_time
 from ray_jax_ckpt.memory.digest import digest
-from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, Place, StoreView
+from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, Place, RankIndex, StoreView
 from ray_jax_ckpt.memory.pusher import Pusher, PushJob
 from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PartSpan, PushHeader
 from ray_jax_ckpt.model import slots as slots_
@@ -206,15 +206,15 @@ class ReplicaStore:
             raise StoreError(f"{part} of generation {generation} has {size} bytes; asked for {nbytes} at {offset}.")
         return segment.view().data[start + offset : start + offset + nbytes]
 
-    def view(self, generation: Generation) -> tuple[StoreView, list[bytes]]:
+    def view(self, generation: Generation) -> tuple[StoreView, list[RankIndex]]:
         """Where this store's parts of a generation lie, and the indices it holds of it."""
         with self._changed:
-            places, raw = {}, []
+            places, indices = {}, []
             for key in self._slots.holding(generation):
                 content, segment = self._contents[key], self._segments[key].handle()
                 places |= {part: Place(segment, offset, size) for part, (offset, size) in content.places.items()}
-                raw += content.raw
-        return StoreView(self._options.name, self._options.node_id, self._server.address, places), raw
+                indices += map(_rank_index, content.indices, content.raw)
+        return StoreView(self._options.name, self._options.node_id, self._server.address, places), indices
 
     def verify(self, generation: Generation) -> frozenset[str]:
         """Digests everything held of a generation again, drops what is bad, and returns the good parts."""
@@ -393,6 +393,11 @@ class ReplicaStore:
 def writer_identity() -> str:
     """Identity of the calling process as a writer, safe against reuse of process ids."""
     return f"{os.getpid()}:{process_start_time(os.getpid())}"
+
+
+def _rank_index(index: Index, raw: bytes) -> RankIndex:
+    layout = index.layout
+    return RankIndex(layout.rank, layout.world_size, tuple(part.id for part in layout.parts), raw)
 
 
 def _checks(content: Content, part: str) -> Iterable[tuple[int, int, str]]:

@@ -125,14 +125,14 @@ def test_without_pinned_memory_one_warning_and_unpinned_memory(monkeypatch):
 
 
 def test_exhausted_pinned_memory_falls_back(monkeypatch):
-    true_copy = capture._batched_copy
+    true_copy = capture.batched_copy
 
     def exhausted(arrays, target):
         if target.memory_kind == "pinned_host":
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
         return true_copy(arrays, target)
 
-    monkeypatch.setattr(capture, "_batched_copy", exhausted)
+    monkeypatch.setattr(capture, "batched_copy", exhausted)
     with pytest.warns(RuntimeWarning, match="no room in pinned_host"):
         (copy,) = capture.pin([jnp.arange(4)])
     assert copy.sharding.memory_kind == "unpinned_host"
@@ -142,7 +142,7 @@ def test_other_errors_of_the_runtime_are_not_swallowed(monkeypatch):
     def broken(arrays, target):
         raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
 
-    monkeypatch.setattr(capture, "_batched_copy", broken)
+    monkeypatch.setattr(capture, "batched_copy", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="device lost"):
         capture.pin([jnp.arange(4)])
 
