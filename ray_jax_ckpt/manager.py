@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_jax_ckpt import _ray_compat, session
+from ray_jax_ckpt import _ray_compat, start_hook
 from ray_jax_ckpt.config import SnapshotConfig
+from ray_jax_ckpt.errors import ConfigError
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.memory.coordinator import Coordinator, RunIdentity
 from ray_jax_ckpt.memory.messages import Member
@@ -22,6 +23,8 @@ from ray_jax_ckpt.memory.messages import Member
 logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 20.0
+# All ranks may wait in the coordinator at once while their stores' reports have to get through.
+MAX_CONCURRENT_CALLS = 100_000
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -64,7 +67,9 @@ class CheckpointManager(_Callback):
     """
 
     def __init__(self, snapshot: SnapshotConfig | None = None) -> None:
-        self._config = session.check_config(SnapshotConfig() if snapshot is None else snapshot)
+        if not isinstance(snapshot, SnapshotConfig | None):
+            raise ConfigError(f"CheckpointManager(snapshot=...) takes a SnapshotConfig, got {type(snapshot).__name__}.")
+        self._config = snapshot or SnapshotConfig()
         self._coordinator: Any = None
         self._decision: Any = None
         self._failed = False
@@ -86,7 +91,9 @@ class CheckpointManager(_Callback):
         identity = RunIdentity(fleet.run_digest(_describe(filesystem), path), path, filesystem)
         here = ray.get_runtime_context().get_node_id()
         beside = NodeAffinitySchedulingStrategy(here, soft=False)
-        actor: Any = ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=beside)
+        actor: Any = ray.remote(Coordinator).options(
+            num_cpus=0, scheduling_strategy=beside, max_concurrency=MAX_CONCURRENT_CALLS
+        )
         self._coordinator = actor.remote(identity, self._config)
         # Finds living stores now: their orphan timeout must not pass while the run waits for resources.
         self._coordinator.open.remote()
@@ -138,10 +145,11 @@ class CheckpointManager(_Callback):
         it asks for the checkpoint instead of starting afresh.
         """
         self._record("backend_ready")
-        if self._coordinator is not None and self._decision is not None:
-            wiring = session.Wiring(self._coordinator, self._config)
-            worker_group.execute_async(session.arm, wiring)
-            worker_group.execute_async(session.decide, self._decision)
+        if self._coordinator is not None:
+            wiring = start_hook.Wiring(self._coordinator, self._config)
+            worker_group.execute_async(start_hook.arm, wiring)
+            if self._decision is not None:
+                worker_group.execute_async(start_hook.decide, self._decision)
 
     @_safe
     def after_worker_group_training_start(self, worker_group: Any) -> None:
@@ -173,9 +181,11 @@ class CheckpointManager(_Callback):
 
 def group_members(workers: list[Any], config: SnapshotConfig) -> tuple[Member, ...]:
     """The members of a group of Ray Train workers, numbered per node, with their failure domains."""
-    labels: dict[str, dict[str, str]] = {
-        node["NodeID"]: node.get("Labels", {}) for node in ray.nodes() if node["Alive"]
-    }
+    used = {worker.metadata.node_id for worker in workers}
+    nodes = [node for node in ray.nodes() if node["NodeID"] in used]
+    used = {worker.metadata.node_id for worker in workers}
+    nodes = [node for node in ray.nodes() if node["NodeID"] in used]
+    labels: dict[str, dict[str, str]] = {node["NodeID"]: node.get("Labels", {}) for node in nodes}
     domains: dict[str, str] = fleet.failure_domains(labels, config.failure_domain, config.copies)
     seen: dict[str, int] = defaultdict(int)
     members = []

@@ -234,6 +234,6 @@ def _numbers(job: Job) -> dict[str, float]:
     for name, value in dict(job.metrics).items():
         try:
             numbers[name] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:
             logger.warning("Metric %r of step %d is left out, it is no number: %r", name, job.generation.step, error)
     return numbers

@@ -7,22 +7,18 @@ import operator
 import time
 import warnings
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ray_jax_ckpt import _ray_compat
 from ray_jax_ckpt.arrays.plan import Plan, Planner, Topology, capture
 from ray_jax_ckpt.arrays.tree import encode_value, flatten
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint
-from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import (
     CheckpointError,
-    ConfigError,
     DataStateError,
     MemoryLimitError,
     NoSessionError,
@@ -35,18 +31,11 @@ from ray_jax_ckpt.memory.messages import Decision
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.pipeline import GRACE_S, Job, Pipeline
+from ray_jax_ckpt.start_hook import Wiring
 
 logger = logging.getLogger(__name__)
 
 BUFFERS = 2
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """What the start hook knows when the decision is still being made."""
-
-    coordinator: ActorHandle
-    config: SnapshotConfig
 
 
 class Session:
@@ -285,7 +274,7 @@ _current: Session | Wiring | None = None
 
 
 def arm(wiring: Wiring) -> None:
-    """First call of the start hook on a worker: until the decision is here, nobody may take `None` for an answer."""
+    """See `start_hook.arm`."""
     global _current
     _current = wiring
     before = _ray_compat.set_checkpoint(UndecidedCheckpoint())
@@ -293,7 +282,7 @@ def arm(wiring: Wiring) -> None:
 
 
 def decide(decision: Decision) -> None:
-    """Second call of the start hook, with the decision: from now on `get_checkpoint()` gives what is restored."""
+    """See `start_hook.decide`."""
     global _current
     wiring = _current
     if not isinstance(wiring, Wiring):
@@ -350,10 +339,3 @@ def _lease_of(generation: Generation) -> Lease:
 
 def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB"
-
-
-def check_config(config: Any) -> SnapshotConfig:
-    """Refuses anything but a `SnapshotConfig`, at construction."""
-    if not isinstance(config, SnapshotConfig):
-        raise ConfigError(f"snapshot= takes a SnapshotConfig, got {type(config).__name__}.")
-    return config

@@ -127,10 +127,10 @@ def restore(
         own = states.get(session.rank) if len(indices) == session.world_size else None
         if data is not None:
             _put_back(data, own, len(indices), session.world_size)
-        number = session.restores + 1
-        session.ask(session.coordinator.confirm.remote(session.rank, number, handle.generation, bound), bound)
+        key = (session.rank, session.decision.attempt, session.restores + 1)
+        session.ask(session.coordinator.confirm.remote(*key, handle.generation, bound), bound)
     except BaseException:
-        session.coordinator.let_go.remote(session.rank)
+        session.coordinator.let_go.remote(session.rank, session.decision.attempt)
         raise
     session.restored(handle.generation)
     session.record("restore_end", step=handle.step, source=source)
@@ -201,7 +201,9 @@ def _locate(session: Session, handle: SnapshotCheckpoint, timeout_s: float) -> L
         if session.latest_generation == handle.generation:
             session.drain(timeout_s)
         session.ask(session.coordinator.wait.remote(handle.generation, Status.COMPLETE, timeout_s), timeout_s)
-    return session.ask(session.coordinator.locate.remote(handle.generation, session.rank), timeout_s)
+    return session.ask(
+        session.coordinator.locate.remote(handle.generation, session.rank, session.decision.attempt), timeout_s
+    )
 
 
 def _read(

@@ -6,14 +6,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow.fs
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError
 
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import (
@@ -22,22 +20,19 @@ from ray_jax_ckpt.errors import (
     SnapshotError,
     SnapshotLostError,
     SnapshotTimeoutError,
+    StaleAttemptError,
 )
 from ray_jax_ckpt.memory.barrier import Barrier
-from ray_jax_ckpt.memory.messages import Decision, Group, Inventory, Located, Member, assemble_view
-from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S, Roster
+from ray_jax_ckpt.memory.ledger import Ledger
+from ray_jax_ckpt.memory.messages import Decision, Located, Member
+from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model.books import Books, Held, Status
-from ray_jax_ckpt.model.recovery import choose_push
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe.events import EventLog
 
 logger = logging.getLogger(__name__)
-
-HEARTBEAT_S = 2.0
-STORE_START_TRIES = 3
-SETTLE_DELAY_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -56,44 +51,38 @@ class Coordinator:
     """
 
     def __init__(self, run: RunIdentity, config: SnapshotConfig) -> None:
-        self._run, self._config = run, config
-        self._books = Books(copies=config.copies)
-        self._roster = Roster(run.digest, config)
-        self._early: dict[str, list[Held]] = {}
-        self._members: tuple[Member, ...] = ()
-        self._secret = ""
-        self._changed = asyncio.Condition()
-        self._barrier = Barrier()
-        self._settling: asyncio.TimerHandle | None = None
+        self._config = config
         self._events = EventLog(run.filesystem, run.path)
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._opened = asyncio.Lock()
-        self._me = ray.get_runtime_context().current_actor
+        self._ledger = Ledger(run.digest, config, self._events.add)
+        self._barrier = Barrier()
+        self._opening, self._deciding = asyncio.Lock(), asyncio.Lock()
 
     # Life.
 
     async def open(self) -> None:
-        """Finds and takes over what lives of this run. Idempotent; every other call does it first."""
-        async with self._opened:
-            if self._secret:
+        """Finds what lives of this run. Idempotent; every other call that needs it does it first.
+
+        The stores are only asked: they go on reporting to another living driver until an attempt of this one begins.
+        """
+        async with self._opening:
+            if self._ledger.secret:
                 return
-            handles = await self._roster.living()
-            inventories = await self._roster.ask(self._inventory, handles)
+            handles = await self._ledger.roster.living()
+            inventories = await self._ledger.roster.ask(lambda store: store.inventory.remote(), handles)
             for name, inventory in inventories.items():
-                self._adopt(handles[name], inventory)
-            self._secret = next((one.secret for one in inventories.values()), "") or secrets.token_urlsafe(32)
-            self._spawn(self._beat())
+                self._ledger.adopt(handles[name], inventory)
+            known = next((one.secret for one in inventories.values()), "")
+            self._ledger.secret = known or secrets.token_urlsafe(32)
+            self._ledger.spawn(self._ledger.beat())
 
     async def finish(self, keep: bool) -> None:
         """The run is over. Stores end now, or (`keep`) when nobody has taken them over for their orphan timeout."""
         await self.open()
-        # A group that is still being formed would start again what ends here.
-        for task in self._tasks:
-            task.cancel()
+        self._ledger.stop()
         if not keep:
-            for name, handle in list(self._roster.handles.items()):
+            for name, handle in list(self._ledger.roster.handles.items()):
                 ray.kill(handle)
-                self._roster.forget(name)
+                self._ledger.roster.forget(name)
         await asyncio.to_thread(self._events.flush, ANSWER_TIMEOUT_S)
 
     def record(self, event: str, at: float, fields: dict[str, Any]) -> None:
@@ -109,47 +98,45 @@ class Coordinator:
         verification is passed over by all ranks together.
         """
         await self.open()
-        attempt = self._books.attempt + 1
-        await self._refresh(attempt)
-        located = await self._choose(attempt)
-        self._members = members
-        handles = {member.rank: self._roster.of(member, self._secret) for member in members}
-        self._spawn(self._form_group(attempt))
-        step = located.generation.step if located else None
-        self._events.add(
-            "decision", attempt=attempt, step=step, generation=str(located.generation) if located else None
-        )
-        return Decision(attempt, members, handles, self._secret, located)
+        ledger = self._ledger
+        async with self._deciding:
+            ledger.members = members
+            while True:
+                attempt = ledger.books.attempt + 1
+                await ledger.refresh(attempt)
+                # Stores may have seen later attempts than a coordinator that is new.
+                if ledger.books.attempt <= attempt:
+                    break
+            located = await ledger.choose(attempt)
+            handles = {member.rank: ledger.roster.of(member, ledger.secret, attempt) for member in members}
+        ledger.spawn(ledger.form_group(attempt))
+        chosen = located.generation if located else None
+        step = chosen.step if chosen else None
+        self._events.add("decision", attempt=attempt, step=step, generation=str(chosen) if chosen else None)
+        return Decision(attempt, members, handles, ledger.secret, located)
 
     async def replace_store(self, rank: int, attempt: int) -> ActorHandle:
-        """A rank found its store dead: a new, empty one on the same node."""
-        member = self._members[rank]
-        name = self._roster.name(member)
-        await self._roster.end(name)
-        self._lose(name)
-        if attempt == self._books.attempt:
-            self._spawn(self._form_group(attempt))
-        return self._roster.of(member, self._secret)
+        """A rank found its store dead: the same one if it answers after all, else a new, empty one on the same node.
+
+        Raises:
+            StaleAttemptError: A newer attempt has started.
+        """
+        self._check_attempt(attempt)
+        return await self._ledger.replace(self._ledger.members[rank])
 
     # Stores and workers report.
 
     async def held(self, report: Held) -> None:
         """A store holds more verified parts than before."""
-        if report.store not in self._books.domains:
-            self._early.setdefault(report.store, []).append(report)
-            return
-        known = self._books.abandoned
-        self._books = books_.held(self._books, report)
-        for generation in self._books.abandoned.keys() - known.keys():
-            logger.warning("Step %d cannot be restored: %s.", generation.step, self._books.abandoned[generation])
-        await self._notify()
+        await self._ledger.report(report)
 
     async def abandon(self, generation: Generation, reason: str) -> None:
-        """A rank did not take, or could not store, this generation: it can never become complete."""
-        if generation.attempt == self._books.attempt:
-            self._books = books_.abandoned(self._books, generation, reason)
+        """A rank did not take, or could not store, this generation. One that is complete all the same stays."""
+        ledger = self._ledger
+        if generation.attempt == ledger.books.attempt and generation not in ledger.books.complete():
+            ledger.books = books_.abandoned(ledger.books, generation, reason)
             self._events.add("abandoned", step=generation.step, reason=reason)
-            await self._notify()
+            await ledger.notify()
 
     # Workers ask.
 
@@ -175,7 +162,7 @@ class Coordinator:
         """
         good = (Status.COMPLETE, Status.PROTECTED) if status is Status.COMPLETE else (Status.PROTECTED,)
         deadline = time.monotonic() + timeout_s
-        async with self._changed:
+        async with self._ledger.changed:
             while True:
                 reason = self._books.abandoned.get(generation)
                 if reason:
@@ -184,50 +171,50 @@ class Coordinator:
                 if ready:
                     return min(map(len, self._books.covered(min(ready)))), self._config.copies
                 try:
-                    await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+                    await asyncio.wait_for(self._ledger.changed.wait(), deadline - time.monotonic())
                 except TimeoutError:
                     raise SnapshotTimeoutError(self._not_ready(generation, status, timeout_s)) from None
 
-    async def locate(self, generation: Generation, rank: int) -> Located:
+    async def locate(self, generation: Generation, rank: int, attempt: int) -> Located:
         """Leases a complete generation for a reader, and says where it is. `confirm` or `let_go` ends the lease.
 
         Raises:
             SnapshotLostError: It is not complete (any more).
         """
-        attempt = self._books.attempt
-        located = await self._locate(generation, Lease(f"restore {attempt} {rank}", generation, attempt))
+        self._check_attempt(attempt)
+        located = await self._ledger.locate(generation, Lease(f"restore {attempt} {rank}", generation, attempt))
         if located is None:
-            self.let_go(rank)
+            self.let_go(rank, attempt)
             held = [g.step for g in self._books.complete()]
             raise SnapshotLostError(
                 f"Step {generation.step} (generation {generation}) is not held completely; complete steps: {held}."
             )
         return located
 
-    async def confirm(self, rank: int, number: int, generation: Generation, timeout_s: float) -> None:
+    async def confirm(self, rank: int, attempt: int, number: int, generation: Generation, timeout_s: float) -> None:
         """Every rank says what it restored, and goes on when all said the same.
 
         Raises:
             RestoreError: Ranks restored different generations.
             RestoreTimeoutError: Ranks that have not come in time; they are named.
         """
-        key = ("restore", self._books.attempt, number)
+        self._check_attempt(attempt)
+        key = ("restore", attempt, number)
         try:
-            values = await self._barrier.gather(key, rank, str(generation), len(self._members), timeout_s)
+            values = await self._barrier.gather(key, rank, str(generation), len(self._ledger.members), timeout_s)
         except TimeoutError as error:
             raise RestoreTimeoutError(
                 f"Restoring step {generation.step}: {error}, which have not restored. Every rank has to call restore; "
-                f"raise "
-                "timeout_s if they need longer."
+                "raise timeout_s if they need longer."
             ) from None
         if len(set(values.values())) > 1:
             raise RestoreError(f"Ranks restored different snapshots: {values}.")
-        self.let_go(rank)
+        self.let_go(rank, attempt)
 
-    def let_go(self, rank: int) -> None:
+    def let_go(self, rank: int, attempt: int) -> None:
         """A rank reads no more, because it is done or failed."""
-        for handle in self._roster.handles.values():
-            handle.unlease.remote(f"restore {self._books.attempt} {rank}")
+        for handle in self._ledger.roster.handles.values():
+            handle.unlease.remote(f"restore {attempt} {rank}")
 
     async def number_processes(self, attempt: int, rank: int, process_index: int, timeout_s: float) -> dict[int, int]:
         """Every rank tells its JAX process index at its first snapshot, and learns whose is whose: rank by index.
@@ -236,185 +223,29 @@ class Coordinator:
             SnapshotTimeoutError: Ranks that have not come in time; they are named.
         """
         try:
+            self._check_attempt(attempt)
             found = await self._barrier.gather(
-                ("processes", attempt), rank, process_index, len(self._members), timeout_s
+                ("processes", attempt), rank, process_index, len(self._ledger.members), timeout_s
             )
         except TimeoutError as error:
             raise SnapshotTimeoutError(
                 f"First snapshot: {error}, which have not called snapshot. Every rank has to; raise timeout_s if they "
-                f"need "
-                "longer."
+                "need longer."
             ) from None
         return {index: member for member, index in found.items()}
 
-    # Inside: stores come and go.
+    # Inside.
 
-    def _adopt(self, handle: ActorHandle, inventory: Inventory) -> None:
-        """Takes a living store into the books with exactly what it says that it holds."""
-        name = inventory.name
-        self._roster.know(handle, inventory)
-        self._books = books_.store_joined(self._books, name, inventory.domain, inventory.attempt)
-        # What it reported between its answer and this line is not in the answer.
-        for report in (*inventory.held, *self._early.pop(name, ())):
-            self._books = books_.held(self._books, report)
+    def _check_attempt(self, attempt: int) -> None:
+        if attempt != self._books.attempt:
+            raise StaleAttemptError(
+                f"This run is at attempt {self._books.attempt}; the request is of attempt {attempt}, which has been "
+                "replaced."
+            )
 
-    async def _refresh(self, attempt: int) -> None:
-        """Rebuilds the books from what the living stores say, who refuse writes of older attempts from then on."""
-        handles = dict(self._roster.handles)
-
-        def enough(answers: Mapping[str, Any]) -> bool:
-            """Whether what is restored is the same with and without the stores that are silent."""
-            books = self._books
-            for name in handles.keys() - answers.keys():
-                books = books_.store_lost(books, name)
-            return bool(books.complete()) and books.complete()[0] == self._books.complete()[0]
-
-        inventories = await self._roster.ask(
-            lambda store: store.inventory.remote(self._me, attempt), handles, enough=enough
-        )
-        for name in handles.keys() - inventories.keys():
-            self._lose(name)
-        for name, inventory in inventories.items():
-            self._adopt(handles[name], inventory)
-
-    def _lose(self, name: str) -> None:
-        self._roster.forget(name)
-        if name in self._books.domains:
-            self._books = books_.store_lost(self._books, name)
-            self._events.add("store_lost", store=name)
-
-    async def _form_group(self, attempt: int) -> None:
-        """Waits for the members' stores, tells them of each other, and brings what is restored back to its copies."""
-        answers: dict[str, Inventory] = {}
-        members = {self._roster.name(member): member for member in self._members}
-        for _ in range(STORE_START_TRIES):
-            handles = {name: self._roster.of(member, self._secret) for name, member in members.items()}
-            answers = await self._roster.ask_when_started(self._inventory, handles)
-            if attempt != self._books.attempt:
-                return
-            for name, inventory in answers.items():
-                if name not in self._books.domains:
-                    self._adopt(handles[name], inventory)
-            silent = members.keys() - answers.keys()
-            if not silent:
-                break
-            for name in silent:
-                logger.warning("Store %s did not start; trying again.", name)
-                await self._roster.end(name)
-        self._books = books_.group_formed(self._books, attempt, answers)
-        names = {members[name].rank: name for name in answers}
-        group = Group(attempt, {rank: self._roster.addresses[name] for rank, name in names.items()}, names)
-        await self._roster.ask(lambda store: store.join_group.remote(group), {n: handles[n] for n in answers})
-        self._restore_copies()
-        await self._notify()
-
-    def _inventory(self, store: ActorHandle) -> Any:
-        return store.inventory.remote(self._me)
-
-    async def _beat(self) -> None:
-        """Tells the stores that the run lives, and notices those that do not."""
-        while True:
-            await asyncio.gather(*(self._beat_one(name, handle) for name, handle in self._roster.handles.items()))
-            await asyncio.sleep(HEARTBEAT_S)
-
-    async def _beat_one(self, name: str, handle: ActorHandle) -> None:
-        try:
-            await asyncio.wait_for(handle.heartbeat.remote(), ANSWER_TIMEOUT_S)
-        except ActorDiedError:
-            # By now another store may have its name.
-            if self._roster.handles.get(name) is handle:
-                logger.warning("Store %s died; what only it held is lost.", name)
-                self._lose(name)
-                self._restore_copies()
-                await self._notify()
-        except (RayError, TimeoutError) as error:
-            if name in self._books.domains:
-                logger.warning("Store %s does not answer: %r", name, error)
-
-    # Inside: generations.
-
-    async def _choose(self, attempt: int) -> Located | None:
-        """Walks back, newest first, to a generation whose every part some store holds intact."""
-        while True:
-            choice = books_.attempt_started(self._books, attempt)[1]
-            if choice is None or await self._verified(choice):
-                break
-            logger.warning("Step %d is damaged; all ranks go back to an older one.", choice.step)
-        self._books = books_.attempt_started(self._books, attempt)[0]
-        await self._notify()
-        return None if choice is None else await self._locate(choice)
-
-    async def _verified(self, generation: Generation) -> bool:
-        """Has every holder digest its parts again, and strikes bad ones out.
-
-        Whether the generation is still complete.
-        """
-        if not self._config.verify:
-            return True
-        holders = self._holders(generation)
-        stores = {name for names in holders.values() for name in names}
-        good = await self._roster.ask(
-            lambda store: store.verify.remote(generation), self._handles(stores), timeout_s=self._config.timeout_s
-        )
-        for name in stores - good.keys():
-            self._lose(name)
-        for name, parts in good.items():
-            bad = {part for part, names in holders.items() if name in names} - parts
-            if bad:
-                logger.warning("Store %s: parts %s of step %d are damaged.", name, sorted(bad), generation.step)
-                self._books = books_.dropped(self._books, name, generation, bad)
-        return generation in self._books.complete()
-
-    async def _locate(self, generation: Generation, lease: Lease | None = None) -> Located | None:
-        """Where the parts and the indices are, by the stores' own word; None if some are missing.
-
-        The books are not asked: what is kept for a handle is on the stores after they have forgotten it.
-        """
-        handles = self._handles(self._books.domains)
-        if lease is not None:
-            leased = await self._roster.ask(lambda store: store.lease.remote(lease), handles)
-            handles = {name: handles[name] for name in leased}
-        answers = await self._roster.ask(lambda store: store.view.remote(generation), handles)
-        return assemble_view(generation, answers.values())
-
-    def _handles(self, names: Iterable[str]) -> dict[str, ActorHandle]:
-        return {name: self._roster.handles[name] for name in names}
-
-    def _holders(self, generation: Generation) -> dict[str, list[str]]:
-        entry = self._books.entries[generation]
-        return {part: sorted(stores & self._roster.handles.keys()) for part, stores in entry.holders.items()}
-
-    def _restore_copies(self) -> None:
-        newest = next(iter(self._books.complete()), None)
-        if newest is None:
-            return
-        lacking = self._books.undercovered(newest)
-        jobs: dict[tuple[str, str], list[str]] = {}
-        for part, source, target in choose_push(
-            lacking, self._books.domains, self._books.receivers(), self._books.wanted()
-        ):
-            jobs.setdefault((source, target), []).append(part)
-        for (source, target), parts in jobs.items():
-            self._roster.handles[source].push.remote(newest, tuple(parts), target, self._roster.addresses[target])
-
-    async def _notify(self) -> None:
-        """Wakes waiters now, and looks for free buffers soon: many reports come together."""
-        if self._settling is None:
-            self._settling = asyncio.get_running_loop().call_later(SETTLE_DELAY_S, self._settle)
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _settle(self) -> None:
-        """Tells the stores which generations are free, and ends stores that nobody needs any more."""
-        self._settling = None
-        free = self._books.releasable()
-        if free:
-            for handle in self._roster.handles.values():
-                handle.release.remote(free)
-            self._books = books_.released(self._books, free)
-        for name in self._books.idle():
-            ray.kill(self._roster.handles[name])
-            self._lose(name)
+    @property
+    def _books(self) -> Books:
+        return self._ledger.books
 
     def _not_ready(self, generation: Generation, status: Status, timeout_s: float) -> str:
         if generation not in self._books.entries:
@@ -423,15 +254,9 @@ class Coordinator:
             found = f"no verified copy of {missing[:5]}{' and more' if len(missing) > 5 else ''}"
         else:
             found = f"too few copies of {sorted(self._books.undercovered(generation))[:5]}"
-        ranks = {name: m.rank for m in self._members for name in [self._roster.name(m)]}
+        ranks = {name: m.rank for m in self._ledger.members for name in [self._ledger.roster.name(m)]}
         silent = sorted(rank for name, rank in ranks.items() if name not in self._books.domains)
         return (
             f"Step {generation.step} was not {status} within {timeout_s:g} s: {found}; ranks without a living store: "
-            f"{silent}. "
-            "Every rank has to snapshot the same steps; raise timeout_s if copying needs longer."
+            f"{silent}. Every rank has to snapshot the same steps; raise timeout_s if copying needs longer."
         )
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -49,7 +49,9 @@ def living_stores(run: str) -> dict[str, ActorHandle]:
     return found
 
 
-def create_store(run: str, member: Member, secret: str, orphan_timeout_s: float, timeout_s: float) -> ActorHandle:
+def create_store(
+    run: str, member: Member, secret: str, attempt: int, orphan_timeout_s: float, timeout_s: float
+) -> ActorHandle:
     """Starts (or finds) the store of a member. Returns at once: calls queue until it is up.
 
     Detached, so that it outlives workers, controller and driver; on the member's node and nowhere else; no CPUs, no
@@ -61,6 +63,7 @@ def create_store(run: str, member: Member, secret: str, orphan_timeout_s: float,
         node_ip=member.node_ip,
         domain=member.domain,
         slots=2,
+        attempt=attempt,
         orphan_timeout_s=orphan_timeout_s,
         timeout_s=timeout_s,
     )

@@ -139,6 +139,7 @@ class Inventory:
     address: str
     attempt: int
     secret: str = field(repr=False)
+    incarnation: str
     held: tuple[Held, ...]
 
 

@@ -27,6 +27,7 @@ class PushJob:
         lane: Jobs of one lane run one after the other, in the order they came. One lane per receiver.
         rank: The receiver's rank in the attempt's group, when name and address are to be looked up when it is sent.
         target: The receiver's name and Flight address otherwise.
+        source: What the receiver knows the sender as; "" for its name.
     """
 
     generation: Generation
@@ -35,6 +36,7 @@ class PushJob:
     lane: str
     rank: int | None = None
     target: tuple[str, str] | None = None
+    source: str = ""
 
 
 class Pusher:
@@ -68,13 +70,17 @@ class Pusher:
             with self._changed:
                 self._changed.wait_for(lambda: lane)
                 job = lane.popleft()
-            self._attempt(job)
+            try:
+                self._attempt(job)
+            except Exception:
+                logger.exception("Push of generation %s to %s failed.", job.generation, job.lane)
 
     def _attempt(self, job: PushJob) -> None:
         """Tries a job until it is done, pointless, or out of tries. An error here must not end the lane."""
         for delay in (*RETRY_DELAYS_S, None):
-            if job.generation in self._forgotten:
-                return
+            with self._changed:
+                if job.generation in self._forgotten:
+                    return
             try:
                 return self._send(job)
             except (StaleAttemptError, SnapshotLostError) as error:

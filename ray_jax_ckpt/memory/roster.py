@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import CheckpointError
@@ -42,12 +42,12 @@ class Roster:
         """Name of a member's store."""
         return fleet.store_name(self._run, member)
 
-    def of(self, member: Member, secret: str) -> ActorHandle:
-        """A member's store, started if there is none."""
+    def of(self, member: Member, secret: str, attempt: int) -> ActorHandle:
+        """A member's store, started if there is none; it refuses what is of attempts before `attempt`."""
         name = self.name(member)
         if name not in self.handles:
             bounds = (self._config.orphan_timeout_s, self._config.timeout_s)
-            self.handles[name] = fleet.create_store(self._run, member, secret, *bounds)
+            self.handles[name] = fleet.create_store(self._run, member, secret, attempt, *bounds)
         return self.handles[name]
 
     def know(self, handle: ActorHandle, inventory: Inventory) -> None:
@@ -63,12 +63,9 @@ class Roster:
         """All stores of the run that Ray knows, whoever started them."""
         return await asyncio.to_thread(fleet.living_stores, self._run)
 
-    async def end(self, name: str) -> None:
+    async def end(self, name: str, handle: ActorHandle) -> None:
         """Ends a store, and returns when its name is free."""
-        handle = self.handles.get(name)
-        self.forget(name)
-        if handle is not None:
-            await asyncio.to_thread(fleet.end_store, name, handle, ANSWER_TIMEOUT_S)
+        await asyncio.to_thread(fleet.end_store, name, handle, ANSWER_TIMEOUT_S)
 
     async def ask(
         self,
@@ -77,6 +74,7 @@ class Roster:
         *,
         timeout_s: float = ANSWER_TIMEOUT_S,
         enough: Callable[[Mapping[str, Any]], bool] | None = None,
+        dead: set[str] | None = None,
     ) -> dict[str, Any]:
         """Answers by name, without those of stores that failed or did not answer in time.
 
@@ -84,10 +82,11 @@ class Roster:
             question: Calls a remote method of the handle and returns the reference.
             handles: Whom to ask.
             timeout_s: Bound of the wait for all.
+            dead: Gets the names of stores that Ray knows to be dead, while answers are awaited.
             enough: Whether the answers so far will do. It is asked when some are still missing after a moment, since a
                 dead node's store may let everybody wait for the whole timeout.
         """
-        tasks = {name: asyncio.ensure_future(_answer(name, question(handle))) for name, handle in handles.items()}
+        tasks = {name: asyncio.ensure_future(_answer(name, question(handle), dead)) for name, handle in handles.items()}
         await _wait(tasks.values(), PROMPT_S if enough is not None else timeout_s)
         if enough is not None and not enough(_answers(tasks)):
             await _wait(tasks.values(), timeout_s)
@@ -112,9 +111,13 @@ def _answers(tasks: Mapping[str, asyncio.Task[tuple[Any] | None]]) -> dict[str, 
     return {name: result[0] for name, result in results.items() if result is not None}
 
 
-async def _answer(name: str, ref: Any) -> tuple[Any] | None:
+async def _answer(name: str, ref: Any, dead: set[str] | None) -> tuple[Any] | None:
     try:
         return (await ref,)
+    except ActorDiedError:
+        if dead is not None:
+            dead.add(name)
+        return None
     except (RayError, CheckpointError) as error:
         logger.debug("Store %s did not answer: %r", name, error)
         return None

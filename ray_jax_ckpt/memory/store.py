@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -49,6 +51,7 @@ class StoreOptions:
         node_ip: Where its Flight server listens.
         domain: Its failure domain.
         slots: Buffers that each source may use.
+        attempt: It refuses what is of attempts before this one.
         orphan_timeout_s: It ends itself so long after the last heartbeat.
         timeout_s: Bound of its own waits.
     """
@@ -58,6 +61,7 @@ class StoreOptions:
     node_ip: str
     domain: str
     slots: int
+    attempt: int
     orphan_timeout_s: float
     timeout_s: float
 
@@ -75,11 +79,13 @@ class ReplicaStore:
         self._options, self._secret = options, secret
         self._arena = Arena()
         self._changed = threading.Condition()
-        self._slots = Slots(options.name, per_source=options.slots)
+        self._slots = Slots(options.name, per_source=options.slots, attempt=options.attempt)
+        self._incarnation = uuid.uuid4().hex
+        self._pushes = itertools.count()
         self._segments: dict[int, Segment] = {}
         self._contents: dict[int, Content] = {}
         self._sizes: dict[str, int] = {}
-        self._receiving: dict[tuple[str, str], int] = {}
+        self._receiving: dict[tuple[str, str, int], int] = {}
         self._coordinator: ActorHandle | None = None
         self._group: Group | None = None
         self._last_heartbeat = time.monotonic()
@@ -98,19 +104,25 @@ class ReplicaStore:
             coordinator: Whom it reports to from now on, without a gap: whatever is not in the answer is reported.
             attempt: Writes of attempts before this one are refused from now on.
         """
-        self.heartbeat()
+        self._last_heartbeat = time.monotonic()
         with self._changed:
             self._coordinator = coordinator or self._coordinator
             self._update(slots_.fence(self._slots, attempt))
             held = tuple(self._report(generation) for generation in sorted(self._slots.generations()))
             options, attempt = self._options, self._slots.attempt
+        address, incarnation = self._server.address, self._incarnation
         return Inventory(
-            options.name, options.node_id, options.domain, self._server.address, attempt, self._secret, held
+            options.name, options.node_id, options.domain, address, attempt, self._secret, incarnation, held
         )
 
-    def heartbeat(self) -> None:
-        """The run's controller is alive."""
+    def heartbeat(self) -> tuple[Held, ...]:
+        """The run's controller is alive.
+
+        Returns what is held: a report, or a release, may have been lost on its way.
+        """
         self._last_heartbeat = time.monotonic()
+        with self._changed:
+            return tuple(self._report(generation) for generation in self._slots.generations())
 
     def held_bytes(self) -> int:
         """Memory of all buffers, free ones included."""
@@ -123,6 +135,7 @@ class ReplicaStore:
     def join_group(self, group: Group) -> None:
         """Whom to push to in the group's attempt. Raises StaleAttemptError if a newer one has started."""
         with self._changed:
+            slots_.check_attempt(self._slots, group.attempt)
             self._update(slots_.fence(self._slots, group.attempt))
             self._group = group
             self._sizes.clear()
@@ -138,6 +151,9 @@ class ReplicaStore:
             SnapshotTimeoutError: No buffer became free in time.
             MemoryLimitError: The node cannot give that much memory.
         """
+        with self._changed:
+            # A writer stores one state at a time: what it was granted before, and never heard of, is not being filled.
+            self._update(slots_.writer_starts(self._slots, writer))
         slot = self._await_slot(attempt, generation, self._options.name, writer, timeout_s)
         segment = self._allocate(slot, num_bytes, self._options.name)
         return Grant(slot, segment.handle(), segment.nbytes)
@@ -173,13 +189,14 @@ class ReplicaStore:
         slot = self._await_slot(header.attempt, generation, source, "", self._options.timeout_s)
         segment = self._allocate(slot, header.total_bytes, source)
         with self._changed:
-            self._receiving[source, header.generation] = slot
+            # The attempt belongs to the key: one that was fenced may still be under way beside the next one's.
+            self._receiving[source, header.generation, header.attempt] = slot
         return segment.view()[: header.total_bytes]
 
     def end_receive(self, header: PushHeader, ok: bool) -> None:
         """The push is over: verified, or failed."""
         with self._changed:
-            slot = self._receiving.pop((header.source, header.generation))
+            slot = self._receiving.pop((header.source, header.generation, header.attempt))
             if not ok:
                 self._update(slots_.cancel(self._slots, slot))
                 return
@@ -256,7 +273,9 @@ class ReplicaStore:
         """Copies held parts to another store (re-replication). Returns at once; the receiver reports what arrived."""
         with self._changed:
             attempt = self._slots.attempt
-        self._pusher.enqueue(PushJob(generation, parts, attempt, target, target=(target, address)))
+            # A source of its own: what this store has pushed there before may be in use, or damaged.
+            source = f"{self._options.name} again {next(self._pushes)}"
+        self._pusher.enqueue(PushJob(generation, parts, attempt, target, target=(target, address), source=source))
 
     # Inside.
 
@@ -314,7 +333,8 @@ class ReplicaStore:
         announced = frozenset(part.id for index in indices for part in index.layout.parts)
         parts = frozenset(part for content in contents for part in content.places)
         layout = indices[0].layout
-        return Held(self._options.name, generation, layout.world_size, parts, announced, layout.structure)
+        name, incarnation = self._options.name, self._incarnation
+        return Held(name, generation, layout.world_size, parts, announced, layout.structure, incarnation)
 
     def _tell(self, generation: Generation) -> None:
         with self._changed:
@@ -333,8 +353,8 @@ class ReplicaStore:
 
     def _send(self, job: PushJob) -> None:
         """One push, in a thread of the pusher. The lease keeps its bytes from being reused half way."""
-        name, address = job.target or self._peer(job)
-        hold = Lease(f"push {job.generation} to {name}", job.generation, None)
+        address = job.target[1] if job.target else self._peer_address(job)
+        hold = Lease(f"push {uuid.uuid4().hex}", job.generation, None)
         try:
             self.lease(hold)
         except StoreError as error:
@@ -345,8 +365,8 @@ class ReplicaStore:
         finally:
             self.unlease(hold.id)
 
-    def _peer(self, job: PushJob) -> tuple[str, str]:
-        """Name and address of a rank's store. They may still be on their way when the first snapshot is committed."""
+    def _peer_address(self, job: PushJob) -> str:
+        """Flight address of a rank's store. They may still be on their way when the first snapshot is committed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._group is not None and self._group.attempt >= job.attempt, self._options.timeout_s
@@ -356,7 +376,10 @@ class ReplicaStore:
             raise StoreError(f"{self._options.name} was not told the peers of attempt {job.attempt}.")
         if group.attempt > job.attempt:
             raise StaleAttemptError(f"Attempt {job.attempt} has been replaced by {group.attempt}.")
-        return group.names[job.rank or 0], group.addresses[job.rank or 0]
+        address = group.addresses.get(-1 if job.rank is None else job.rank)
+        if address is None:
+            raise StoreError(f"Rank {job.rank} has no store in attempt {job.attempt}.")
+        return address
 
     def _materialize(self, job: PushJob) -> tuple[PushHeader, list[memoryview]]:
         """Header and bytes of a push, looked up when it is its turn."""
@@ -369,7 +392,7 @@ class ReplicaStore:
                     pieces.append((content, self._segments[key].view(), part))
         if not pieces:
             raise SnapshotLostError(f"{self._options.name} does not hold generation {job.generation} any more.")
-        return push_message(job, self._options.name, pieces)
+        return push_message(job, job.source or self._options.name, pieces)
 
     def _watch(self) -> None:
         while True:
@@ -380,7 +403,10 @@ class ReplicaStore:
             if time.monotonic() - self._last_heartbeat > self._options.orphan_timeout_s:
                 logger.warning("%s: no sign of life of its run, ending.", self._options.name)
                 os._exit(0)
-            self._forget_dead_writers()
+            try:
+                self._forget_dead_writers()
+            except Exception:
+                logger.exception("%s: looking for dead writers failed; trying again.", self._options.name)
 
     def _forget_dead_writers(self) -> None:
         with self._changed:

@@ -60,6 +60,7 @@ class Held:
         parts: Parts it holds, all verified.
         announced: Parts that the generation needs, as far as this store's indices say.
         structure: Digest that must be equal on all ranks.
+        incarnation: Which of the stores that have had this name.
     """
 
     store: str
@@ -68,6 +69,7 @@ class Held:
     parts: frozenset[str]
     announced: frozenset[str]
     structure: str
+    incarnation: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Books:
         domains: Failure domain of every living store.
         group: Stores of the current worker group. Others live on until what they hold has been replaced.
         entries: By generation.
+        decided: The attempt that chose last what to restore, and its choice.
         abandoned: Generations that can never be restored, and why; forgotten once a newer one is complete.
     """
 
@@ -89,6 +92,7 @@ class Books:
     domains: Mapping[str, str] = field(default_factory=dict)
     group: frozenset[str] = NOWHERE
     entries: Mapping[Generation, Entry] = field(default_factory=dict)
+    decided: tuple[int, Generation | None] | None = None
     abandoned: Mapping[Generation, str] = field(default_factory=dict)
 
     # What follows from them.
@@ -192,11 +196,28 @@ def store_lost(books: Books, store: str) -> Books:
     return replace(books, domains=domains, entries=entries)
 
 
+def store_died(books: Books, store: str) -> Books:
+    """A store is gone for good: what only it held makes its generations impossible, and the others let go of them.
+
+    Nobody would wait for them to become complete, and their buffers would never come free.
+    """
+    alone = [g for g, entry in books.entries.items() if any(stores == {store} for stores in entry.holders.values())]
+    books = store_lost(books, store)
+    for generation in alone:
+        books = abandoned(books, generation, f"store {store} died, which held the only copy of a part")
+    return books
+
+
 def held(books: Books, report: Held) -> Books:
     """A store holds parts. Ranks that report different structures make the generation unusable, and it says so."""
     generation = report.generation
     if generation.attempt > books.attempt or report.store not in books.domains:
         return books
+    if books.decided is not None and books.decided[0] == books.attempt and generation.attempt < books.attempt:
+        choice = books.decided[1]
+        if choice is None or generation > choice:
+            # A store that was silent when it was decided comes back with something newer: too late.
+            books = abandoned(books, generation, "an older one has been restored since")
     entry = books.entries.get(generation) or Entry(report.world_size)
     if entry.structure and report.structure and entry.structure != report.structure:
         return abandoned(books, generation, "ranks snapshotted different trees, shapes or shardings")
@@ -237,7 +258,7 @@ def attempt_started(books: Books, attempt: int) -> tuple[Books, Generation | Non
     Older ones stay until a better covered newer one replaces them: what was chosen may have a single copy left.
     """
     choice = next(iter(books.complete()), None)
-    books = replace(books, attempt=max(books.attempt, attempt))
+    books = replace(books, attempt=max(books.attempt, attempt), decided=(attempt, choice))
     for generation in books.entries:
         if generation.attempt < attempt and (choice is None or generation > choice):
             books = abandoned(books, generation, "its attempt ended before it was complete")

@@ -98,7 +98,7 @@ def grant(slots: Slots, generation: Generation, source: str, attempt: int, write
         StaleAttemptError: The writer belongs to an attempt that a newer one has replaced.
         StoreError: This source's parts of this generation are here or on their way.
     """
-    _check_attempt(slots, attempt)
+    check_attempt(slots, attempt)
     mine = slots.of_source(source)
     if any(slot.generation == generation and slot.phase is not Phase.STRANDED for slot in mine.values()):
         raise StoreError(f"{slots.name} already has or is receiving generation {generation} from {source}.")
@@ -116,7 +116,7 @@ def commit(slots: Slots, key: int, attempt: int) -> Slots:
         StaleAttemptError: A newer attempt has started since.
         StoreError: The slot was taken back.
     """
-    _check_attempt(slots, attempt)
+    check_attempt(slots, attempt)
     slot = slots.used.get(key)
     if slot is None or slot.phase is not Phase.FILLING or slot.attempt != attempt:
         raise StoreError(f"{slots.name}: slot {key} is not being filled by attempt {attempt}: {slot}.")
@@ -160,6 +160,12 @@ def writer_gone(slots: Slots, writer: str) -> Slots:
     return _free(slots, [k for k, slot in slots.used.items() if slot.writer == writer and slot.phase in left])
 
 
+def writer_starts(slots: Slots, writer: str) -> Slots:
+    """A writer asks for a buffer: one that it was granted before, without hearing of it in time, is free."""
+    filling = [k for k, slot in slots.used.items() if slot.writer == writer and slot.phase is Phase.FILLING]
+    return _free(slots, filling)
+
+
 def lease(slots: Slots, hold: Lease) -> Slots:
     """Keeps a generation's buffers, also those that are still being filled, until `unlease`.
 
@@ -168,7 +174,7 @@ def lease(slots: Slots, hold: Lease) -> Slots:
         StoreError: Nothing of that generation is held or on its way.
     """
     if hold.attempt is not None:
-        _check_attempt(slots, hold.attempt)
+        check_attempt(slots, hold.attempt)
     if not any(s.generation == hold.generation and s.phase is not Phase.STRANDED for s in slots.used.values()):
         raise StoreError(f"{slots.name} holds nothing of generation {hold.generation}.")
     return replace(slots, leases={**slots.leases, hold.id: hold})
@@ -192,7 +198,8 @@ def _free(slots: Slots, keys: Iterable[int]) -> Slots:
     return replace(slots, used={key: slot for key, slot in slots.used.items() if key not in gone})
 
 
-def _check_attempt(slots: Slots, attempt: int) -> None:
+def check_attempt(slots: Slots, attempt: int) -> None:
+    """Raises StaleAttemptError if a newer attempt has started."""
     if attempt < slots.attempt:
         raise StaleAttemptError(
             f"{slots.name} serves attempt {slots.attempt}; this request is of attempt {attempt}, "

@@ -31,7 +31,6 @@ class EventLog:
         self._flushed = threading.Condition()
         self._pending = 0
         if filesystem is not None:
-            self._read_back()
             threading.Thread(target=self._run, name="events", daemon=True).start()
 
     def add(self, event: str, *, at: float | None = None, **fields: Any) -> None:
@@ -53,11 +52,16 @@ class EventLog:
         assert self._filesystem is not None
         try:
             with self._filesystem.open_input_stream(self._path) as stream:
-                self._lines = stream.read().decode().splitlines()[-MAX_EVENTS:]
-        except OSError:
-            self._lines = []
+                earlier = stream.read().decode().splitlines()
+        except Exception as error:
+            # Filesystems of users raise what they like; most often there is no file yet.
+            logger.debug("No earlier events at %s: %r", self._path, error)
+            return
+        with self._flushed:
+            self._lines = [*earlier, *self._lines][-MAX_EVENTS:]
 
     def _run(self) -> None:
+        self._read_back()
         while True:
             self._dirty.wait()
             time.sleep(FLUSH_DELAY_S)
@@ -75,5 +79,5 @@ class EventLog:
             self._filesystem.create_dir(self._path.rsplit("/", 1)[0], recursive=True)
             with self._filesystem.open_output_stream(self._path) as stream:
                 stream.write(content)
-        except OSError as error:
+        except Exception as error:
             logger.warning("Events of the run could not be written to %s: %s", self._path, error)

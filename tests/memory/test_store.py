@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ def test_a_snapshot_becomes_protected_and_either_node_can_serve_all_of_it(nodes,
         assert group.begin().located is None
         assert group.wait(group.snapshot(10)) == (2, 2)
         assert group.latest() == 10
-        located = ray.get(group.coordinator.locate.remote(group.generation(10), 0))
+        located = ray.get(group.coordinator.locate.remote(group.generation(10), 0, group.decision.attempt))
         for rank in (0, 1):
             array, from_peers = group.read(located, rank)
             expect(array, 10)
@@ -112,7 +113,7 @@ def test_the_loss_of_all_copies_starts_afresh_and_says_nothing_is_held(nodes, ru
             kill_store(group, rank)
         assert group.begin().located is None
         with pytest.raises(ray.exceptions.RayTaskError, match="not held completely") as caught:
-            ray.get(group.coordinator.locate.remote(Generation(1, 0, 10), 0))
+            ray.get(group.coordinator.locate.remote(Generation(1, 0, 10), 0, group.decision.attempt))
         assert isinstance(caught.value, SnapshotLostError)
 
 
@@ -223,12 +224,12 @@ def test_ranks_confirm_what_they_restored_and_a_missing_one_is_named(nodes, run)
     with stub_group(run, nodes[:2]) as group:
         group.begin()
         generation = group.generation(10)
-        refs = [group.coordinator.confirm.remote(rank, 1, generation, 10.0) for rank in (0, 1)]
+        refs = [group.coordinator.confirm.remote(rank, 1, 1, generation, 10.0) for rank in (0, 1)]
         ray.get(refs, timeout=30)
         with pytest.raises(ray.exceptions.RayTaskError, match=r"ranks \[1\]") as caught:
-            ray.get(group.coordinator.confirm.remote(0, 2, generation, 0.5), timeout=30)
+            ray.get(group.coordinator.confirm.remote(0, 1, 2, generation, 0.5), timeout=30)
         assert isinstance(caught.value, RestoreTimeoutError)
-        refs = [group.coordinator.confirm.remote(r, 3, group.generation(10 + r), 5.0) for r in (0, 1)]
+        refs = [group.coordinator.confirm.remote(r, 1, 3, group.generation(10 + r), 5.0) for r in (0, 1)]
         with pytest.raises(ray.exceptions.RayTaskError, match="different snapshots"):
             ray.get(refs, timeout=30)
 
@@ -256,6 +257,101 @@ def test_workers_move_to_another_node_while_the_old_nodes_store_lives_on(nodes, 
             assert group.wait(group.snapshot(step)) == (2, 2)
         # The old one has nothing that anybody needs any more, and ends.
         eventually(lambda: len(fleet.living_stores(run)) == 2)
+
+
+def test_a_store_that_dies_before_its_push_is_done_stops_nothing(nodes, run):
+    with stub_group(run, nodes[:2]) as group:
+        group.begin()
+        group.wait(group.snapshot(10))
+        # Its peer takes no bytes, so that step 20 has one copy of what the other rank holds when that one dies.
+        peer = ray.get(group.store(0).pid.remote())
+        os.kill(peer, signal.SIGSTOP)
+        try:
+            group.snapshot(20, ranks=[1])
+            kill_store(group, 1)
+        finally:
+            os.kill(peer, signal.SIGCONT)
+        group.snapshot(20, ranks=[0])
+        group.decision.stores[1] = ray.get(group.coordinator.replace_store.remote(1, 1), timeout=60)
+        for step in (30, 40, 50):
+            assert eventually(lambda step=step: group.wait(group.snapshot(step)) == (2, 2))
+
+
+def test_a_push_that_gave_up_is_made_up_for(nodes, run):
+    with stub_group(run, nodes[:2], CONFIG.model_copy(update={"timeout_s": 1.0})) as group:
+        group.begin()
+        group.wait(group.snapshot(10))
+        peer = ray.get(group.store(1).pid.remote())
+        grant = group.reserve(1, 20)
+        group.commit(1, 20, grant)
+        os.kill(peer, signal.SIGSTOP)
+        try:
+            group.commit(0, 20, group.reserve(0, 20))
+            time.sleep(12)  # four tries and their pauses
+        finally:
+            os.kill(peer, signal.SIGCONT)
+        assert group.wait(group.generation(20)) == (2, 2)
+        assert group.wait(group.snapshot(30)) == (2, 2)
+
+
+def test_a_healthy_store_is_not_replaced_and_an_older_attempt_replaces_nothing(nodes, run):
+    with stub_group(run, nodes[:2]) as group:
+        group.begin()
+        pid = ray.get(group.store(1).pid.remote())
+        same = ray.get(group.coordinator.replace_store.remote(1, 1), timeout=60)
+        assert ray.get(same.pid.remote()) == pid
+        group.begin()
+        with pytest.raises(ray.exceptions.RayTaskError, match="has been replaced"):
+            ray.get(group.coordinator.replace_store.remote(1, 1), timeout=60)
+
+
+def test_stores_that_are_stopped_for_a_while_are_waited_for_and_nothing_starts_afresh(nodes, run):
+    with stub_group(run, nodes[:2]) as group:
+        group.begin()
+        group.wait(group.snapshot(10))
+        pids = [ray.get(group.store(rank).pid.remote()) for rank in (0, 1)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        decision = group.coordinator.begin_attempt.remote(group.members)
+        time.sleep(3)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        located = ray.get(decision, timeout=60).located
+        assert located is not None
+        assert located.generation.step == 10
+
+
+def test_a_driver_that_only_looks_takes_no_reports_away(nodes, run):
+    with stub_group(run, nodes[:2]) as group:
+        group.begin()
+        group.wait(group.snapshot(10))
+        first = group.coordinator
+        ray.get(group.start_coordinator().coordinator.open.remote(), timeout=60)
+        ray.kill(group.coordinator)
+        group.coordinator = first
+        for step in (20, 30, 40):
+            assert group.wait(group.snapshot(step)) == (2, 2)
+
+
+def test_a_complete_generation_is_not_abandoned_by_a_rank_that_lost_the_answer(nodes, run):
+    with stub_group(run, nodes[:2]) as group:
+        group.begin()
+        group.wait(group.snapshot(10))
+        ray.get(group.coordinator.abandon.remote(group.generation(10), "no answer"))
+        assert group.latest() == 10
+
+
+def test_a_handle_whose_copies_are_damaged_is_not_restored(nodes, run):
+    with stub_group(run, nodes[:2]) as group:
+        group.begin()
+        generation = group.snapshot(10)
+        group.wait(generation)
+        flip_byte(group, 0, generation, "s0>1")
+        located = ray.get(group.coordinator.locate.remote(generation, 0, 1))
+        expect(group.read(located, 0)[0], 10)
+        flip_byte(group, 1, generation, "s0>1")
+        with pytest.raises(ray.exceptions.RayTaskError, match="not held completely"):
+            ray.get(group.coordinator.locate.remote(generation, 0, 1))
 
 
 def test_one_copy_needs_no_peer(nodes, run):

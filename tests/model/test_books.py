@@ -222,3 +222,23 @@ def test_books_are_what_the_inventories_say_in_whatever_order_they_come(lost):
     for store, generation in reversed(reports):
         backwards = hold(backwards, store, generation)
     assert books_.store_lost(forwards, lost) == books_.store_lost(backwards, lost)
+
+
+def test_the_death_of_the_only_holder_of_a_part_abandons_what_was_not_replicated():
+    books = both(pushed(group(), G1), G2)
+    books = books_.store_died(books, "b")
+    assert books.releasable() == {G2}
+    assert books.complete() == [G1]
+    assert "died" in books.abandoned[G2]
+
+
+def test_a_store_that_was_silent_when_it_was_decided_brings_back_nothing_newer_than_the_choice():
+    books = pushed(group(), G1)
+    without = books_.store_lost(books_.store_lost(books, "a"), "b")
+    for name in "ab":
+        without = books_.store_joined(without, name, f"node-{name}")
+    without, choice = books_.attempt_started(pushed(without, G1), 2)
+    assert choice == G1
+    back = both(without, G2)
+    assert back.complete() == [G1]
+    assert back.releasable() == {G2}

@@ -128,3 +128,11 @@ def test_a_slot_that_was_taken_back_cannot_be_committed():
     slots, key = granted(Slots("me"), G1)
     with pytest.raises(StoreError, match="not being filled"):
         slots_.commit(slots_.cancel(slots, key), key, 1)
+
+
+def test_a_buffer_that_its_writer_never_heard_of_is_free_when_it_asks_again():
+    slots, _ = granted(Slots("me"), G1)
+    assert slots_.writer_starts(slots, "somebody else") == slots
+    assert slots_.writer_starts(slots, "42:7").used == {}
+    kept = filled(Slots("me"), G1)
+    assert slots_.writer_starts(kept, "42:7") == kept

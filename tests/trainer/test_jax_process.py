@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 
@@ -88,6 +89,8 @@ def test_cuda_without_an_assigned_gpu_is_refused():
 @pytest.mark.usefixtures("restored_environment")
 def test_on_tpu_jax_is_left_to_rays_own_setup(monkeypatch):
     os.environ.pop("JAX_PLATFORMS", None)
+    # Where JAX is loaded its own settings are changed too, and other tests share this process.
+    monkeypatch.setitem(sys.modules, "jax", None)
     monkeypatch.setattr(_jax_process, "_import_jax", lambda platforms: pytest.fail("imported"))
     config = ProcessConfig(platform="tpu", overrides_environment=True, num_nodes=4, compilation_cache_dir="gs://b/xla")
     assert _jax_process.prepare(config) == "tpu"

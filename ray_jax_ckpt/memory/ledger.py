@@ -1,0 +1,350 @@
+"""The books of a run kept in step with its living stores: who joins, who is lost, who holds what, what is freed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayError
+
+from ray_jax_ckpt.config import SnapshotConfig
+from ray_jax_ckpt.errors import RestoreError
+from ray_jax_ckpt.memory.messages import Group, Inventory, Located, Member, assemble_view
+from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S, Roster
+from ray_jax_ckpt.model import books as books_
+from ray_jax_ckpt.model.books import Books, Held
+from ray_jax_ckpt.model.recovery import choose_push
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.model.slots import Lease
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+# A store that has not answered for so many heartbeats in a row, of `ANSWER_TIMEOUT_S` each, is replaced.
+MAX_MISSED_HEARTBEATS = 3
+START_TRIES = 3
+SETTLE_DELAY_S = 0.01
+
+
+class Ledger:
+    """For use in one event loop.
+
+    Attributes:
+        books: What the stores hold, by their own reports.
+        roster: Whom to call.
+        members: The current worker group.
+    """
+
+    def __init__(self, run: str, config: SnapshotConfig, record: Callable[..., None]) -> None:
+        self.books = Books(copies=config.copies)
+        self.roster = Roster(run, config)
+        self.members: tuple[Member, ...] = ()
+        self.secret = ""
+        self.changed = asyncio.Condition()
+        self._config, self._record = config, record
+        self._me = ray.get_runtime_context().current_actor
+        self._incarnations: dict[str, str] = {}
+        self._early: dict[str, list[Held]] = {}
+        self._forming = asyncio.Lock()
+        self._settling: asyncio.TimerHandle | None = None
+        self._missed: Counter[str] = Counter()
+        self._beating: set[str] = set()
+        self._lacking: tuple[Generation, float] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # Work in the background.
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs something beside what else happens; its failure is logged."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("Background work of the coordinator failed.", exc_info=task.exception())
+
+    def stop(self) -> None:
+        """Ends what runs in the background: a group that is being formed would start again what is ended next."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def notify(self) -> None:
+        """Wakes waiters now, and looks for free buffers soon: many reports come together."""
+        if self._settling is None:
+            self._settling = asyncio.get_running_loop().call_later(SETTLE_DELAY_S, self._settle)
+        async with self.changed:
+            self.changed.notify_all()
+
+    # Stores come and go.
+
+    def adopt(self, handle: ActorHandle, inventory: Inventory) -> None:
+        """Takes a living store into the books with exactly what it says that it holds."""
+        name = inventory.name
+        if self.secret and inventory.secret != self.secret:
+            logger.error("Store %s has another secret than this run and is left alone.", name)
+            self.roster.forget(name)
+            return
+        self.roster.know(handle, inventory)
+        self._incarnations[name] = inventory.incarnation
+        # The group's own view of a domain counts: the setting may have changed since the store was started.
+        domain = next((m.domain for m in self.members if self.roster.name(m) == name), inventory.domain)
+        self.books = books_.store_joined(self.books, name, domain, inventory.attempt)
+        # What it reported between its answer and this line is not in the answer.
+        for report in (*inventory.held, *self._early.pop(inventory.incarnation, ())):
+            self.books = books_.held(self.books, report)
+
+    async def report(self, report: Held) -> None:
+        """A store says what it holds. One of a store that died, and whose name another one has, counts for nothing."""
+        if report.store not in self.books.domains:
+            self._early.setdefault(report.incarnation, []).append(report)
+        elif report.incarnation == self._incarnations.get(report.store):
+            known = self.books.abandoned
+            self.books = books_.held(self.books, report)
+            for generation in self.books.abandoned.keys() - known.keys():
+                logger.warning("Step %d cannot be restored: %s.", generation.step, self.books.abandoned[generation])
+            await self.notify()
+
+    def lose(self, name: str, *, dead: bool) -> None:
+        """A store is dead, or does not answer and is left out."""
+        self.roster.forget(name)
+        self._missed.pop(name, None)
+        self._early.pop(self._incarnations.pop(name, ""), None)
+        if name in self.books.domains:
+            self.books = (books_.store_died if dead else books_.store_lost)(self.books, name)
+            self._record("store_lost", store=name, dead=dead)
+
+    async def end(self, name: str) -> None:
+        """Ends a store that is taken to be dead; returns when its name is free."""
+        handle = self.roster.handles.get(name)
+        self.lose(name, dead=True)
+        if handle is not None:
+            await self.roster.end(name, handle)
+
+    async def refresh(self, attempt: int) -> None:
+        """Rebuilds the books from what the living stores say, who refuse writes of older attempts from then on.
+
+        Raises:
+            RestoreError: Stores that live but do not answer hold what could not be restored without them.
+        """
+        handles, dead = dict(self.roster.handles), set()
+        inventories = await self.roster.ask(
+            lambda store: store.inventory.remote(self._me, attempt),
+            handles,
+            timeout_s=self._config.timeout_s,
+            enough=lambda answers: self._do_without(handles.keys() - answers.keys(), dead),
+            dead=dead,
+        )
+        silent = handles.keys() - inventories.keys() - dead
+        if not self._do_without(silent, dead):
+            raise RestoreError(
+                f"Stores {sorted(silent)} live but have not answered within {self._config.timeout_s:g} s, and without "
+                "them less, or nothing, could be restored. Raise SnapshotConfig.timeout_s if they are only slow."
+            )
+        for name in handles.keys() - inventories.keys():
+            self.lose(name, dead=name in dead)
+        for name, inventory in inventories.items():
+            self.adopt(handles[name], inventory)
+
+    def _do_without(self, missing: Iterable[str], dead: Iterable[str]) -> bool:
+        """Whether what is restored is the same with and without stores that have not answered."""
+        base = self.books
+        for name in dead:
+            base = books_.store_lost(base, name)
+        rest = base
+        for name in missing:
+            rest = books_.store_lost(rest, name)
+        return base.complete()[:1] == rest.complete()[:1]
+
+    async def replace(self, member: Member) -> ActorHandle:
+        """A member's store, which seemed dead to its worker: the same if it answers, else a new one."""
+        async with self._forming:
+            name = self.roster.name(member)
+            handle = self.roster.handles.get(name)
+            if handle is not None and await self._answers(handle):
+                return handle
+            logger.warning("Store %s is dead; what only it held is lost.", name)
+            await self.end(name)
+            handle = self.roster.of(member, self.secret, self.books.attempt)
+        self.spawn(self.form_group(self.books.attempt))
+        return handle
+
+    async def _answers(self, handle: ActorHandle) -> bool:
+        try:
+            await asyncio.wait_for(handle.pid.remote(), ANSWER_TIMEOUT_S)
+        except (RayError, TimeoutError):
+            return False
+        return True
+
+    async def form_group(self, attempt: int) -> None:
+        """Waits for the members' stores, tells them of each other, and brings what is restored back to its copies."""
+        async with self._forming:
+            answers = await self._gather_members(attempt)
+            if attempt != self.books.attempt:
+                return
+            ranks = {self.roster.name(member): member.rank for member in self.members}
+            names = {ranks[name]: name for name in answers}
+            group = Group(attempt, {rank: answers[name].address for rank, name in names.items()}, names)
+            handles = {name: self.roster.handles[name] for name in answers if name in self.roster.handles}
+            await self.roster.ask(lambda store: store.join_group.remote(group), handles)
+        self.restore_copies()
+        await self.notify()
+
+    async def _gather_members(self, attempt: int) -> dict[str, Inventory]:
+        answers: dict[str, Inventory] = {}
+        members = {self.roster.name(member): member for member in self.members}
+        for _ in range(START_TRIES):
+            handles = {name: self.roster.of(member, self.secret, attempt) for name, member in members.items()}
+            answers = await self.roster.ask_when_started(lambda store: store.inventory.remote(self._me), handles)
+            if attempt != self.books.attempt:
+                break
+            for name, inventory in answers.items():
+                if self._incarnations.get(name) != inventory.incarnation:
+                    self.adopt(handles[name], inventory)
+            silent = members.keys() - answers.keys()
+            if not silent:
+                break
+            for name in silent:
+                logger.warning("Store %s did not start; trying again.", name)
+                await self.end(name)
+        return answers
+
+    # Signs of life.
+
+    async def beat(self) -> None:
+        """Tells the stores that the run lives, notices those that do not, and makes up for what was lost on the way."""
+        while True:
+            for name, handle in list(self.roster.handles.items()):
+                if name not in self._beating:
+                    self.spawn(self._beat_one(name, handle))
+            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                self._restore_overdue()
+            except Exception:
+                logger.exception("Looking for missing copies failed; trying again.")
+
+    async def _beat_one(self, name: str, handle: ActorHandle) -> None:
+        self._beating.add(name)
+        try:
+            reports = await asyncio.wait_for(handle.heartbeat.remote(), ANSWER_TIMEOUT_S)
+            self._missed.pop(name, None)
+            for report in reports:
+                if report.store in self.books.domains:
+                    await self.report(report)
+        except ActorDiedError:
+            # By now another store may have its name.
+            if self.roster.handles.get(name) is handle:
+                logger.warning("Store %s died; what only it held is lost.", name)
+                await self._dead(name)
+        except (RayError, TimeoutError) as error:
+            if self.roster.handles.get(name) is handle and name in self.books.domains:
+                logger.warning("Store %s does not answer: %r", name, error)
+                self._missed[name] += 1
+                if self._missed[name] >= MAX_MISSED_HEARTBEATS:
+                    ray.kill(handle)
+                    await self._dead(name)
+        finally:
+            self._beating.discard(name)
+
+    async def _dead(self, name: str) -> None:
+        self.lose(name, dead=True)
+        self.restore_copies()
+        await self.notify()
+
+    def _restore_overdue(self) -> None:
+        """Makes up for pushes that gave up: with too few copies, the newest generation would free nothing for ever."""
+        newest = next(iter(self.books.complete()), None)
+        if newest is None or not self.books.undercovered(newest):
+            self._lacking = None
+        elif self._lacking is None or self._lacking[0] != newest:
+            self._lacking = (newest, time.monotonic())
+        elif time.monotonic() - self._lacking[1] > self._config.timeout_s:
+            self._lacking = None
+            self.restore_copies()
+
+    def restore_copies(self) -> None:
+        """Has the newest complete generation copied to as many domains as there should be."""
+        newest = next(iter(self.books.complete()), None)
+        if newest is None:
+            return
+        books, jobs = self.books, {}
+        plan = choose_push(books.undercovered(newest), books.domains, books.receivers(), books.wanted())
+        for part, source, target in plan:
+            jobs.setdefault((source, target), []).append(part)
+        for (source, target), parts in jobs.items():
+            handle, address = self.roster.handles.get(source), self.roster.addresses.get(target)
+            if handle is not None and address is not None:
+                handle.push.remote(newest, tuple(parts), target, address)
+
+    def _settle(self) -> None:
+        """Tells the stores which generations are free, and ends stores that nobody needs any more."""
+        self._settling = None
+        free = self.books.releasable()
+        if free:
+            for handle in self.roster.handles.values():
+                handle.release.remote(free)
+            self.books = books_.released(self.books, free)
+        for name in self.books.idle():
+            handle = self.roster.handles.get(name)
+            if handle is not None:
+                ray.kill(handle)
+            self.lose(name, dead=False)
+
+    # Generations.
+
+    async def verify(self, generation: Generation, handles: Mapping[str, ActorHandle]) -> None:
+        """Has stores digest what they hold of a generation again; they drop what is bad, and it is struck out here."""
+        good = await self.roster.ask(
+            lambda store: store.verify.remote(generation), handles, timeout_s=self._config.timeout_s
+        )
+        entry = self.books.entries.get(generation)
+        for name in handles if entry is not None else ():
+            booked = {part for part, stores in entry.holders.items() if name in stores} if entry else set()
+            bad = booked - good.get(name, frozenset())
+            if bad:
+                logger.warning("Store %s: parts %s of step %d are damaged.", name, sorted(bad), generation.step)
+                self.books = books_.dropped(self.books, name, generation, bad)
+
+    async def locate(self, generation: Generation, lease: Lease | None = None) -> Located | None:
+        """Where the parts and the indices are, by the stores' own word; None if some are missing.
+
+        The books are not asked: what is kept for a handle is on the stores after they have forgotten it. With a lease
+        it stays there, and its digests are checked first.
+        """
+        handles = {name: self.roster.handles[name] for name in self.books.domains if name in self.roster.handles}
+        if lease is not None:
+            leased = await self.roster.ask(lambda store: store.lease.remote(lease), handles)
+            handles = {name: handles[name] for name in leased}
+            if self._config.verify:
+                await self.verify(generation, handles)
+        answers = await self.roster.ask(lambda store: store.view.remote(generation), handles)
+        return assemble_view(generation, answers.values())
+
+    async def choose(self, attempt: int) -> Located | None:
+        """Walks back, newest first, to a generation whose every part some store holds intact.
+
+        Raises:
+            RestoreError: One was found, and its stores stopped answering.
+        """
+        while (choice := books_.attempt_started(self.books, attempt)[1]) is not None and self._config.verify:
+            await self.verify(choice, {n: h for n, h in self.roster.handles.items() if n in self.books.domains})
+            if choice in self.books.complete():
+                break
+            logger.warning("Step %d is damaged; all ranks go back to an older one.", choice.step)
+        self.books = books_.attempt_started(self.books, attempt)[0]
+        names = [self.roster.name(member) for member in self.members]
+        self.books = books_.group_formed(self.books, attempt, names)
+        await self.notify()
+        if choice is None:
+            return None
+        located = await self.locate(choice)
+        if located is None:
+            raise RestoreError(f"Step {choice.step} was chosen, but the stores that hold it stopped answering.")
+        return located
