@@ -186,8 +186,8 @@ def test_a_killed_writers_buffer_passes_on_and_a_living_ones_does_not(nodes, run
         with stub_group(run, nodes[:2]) as group:
             group.begin()
             name = f"{writer.pid}:{process_start_time(writer.pid)}"
-            for step in (10, 20):
-                ray.get(group.store(0).begin.remote(1, group.generation(step), 1000, name, 5.0))
+            group.wait(group.snapshot(10))
+            ray.get(group.store(0).begin.remote(1, group.generation(20), 1000, name, 5.0))
             group.begin()
             with pytest.raises(ray.exceptions.RayTaskError, match=r"no free buffer .*stranded"):
                 group.reserve(0, 30, timeout_s=1.0)
