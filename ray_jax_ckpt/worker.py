@@ -73,8 +73,7 @@ def snapshot(
 
     Raises:
         StepError, UnsupportedLeafError, DataStateError, MemoryLimitError, NoSessionError: The call cannot work; nothing
-        was
-            taken.
+            was taken.
         SnapshotError: Only with `force`: it could not be taken in time. Without it failures are warnings.
     """
     session = current()

@@ -190,8 +190,7 @@ class Ledger:
             if attempt != self.books.attempt:
                 return
             ranks = {self.roster.name(member): member.rank for member in self.members}
-            names = {ranks[name]: name for name in answers}
-            group = Group(attempt, {rank: answers[name].address for rank, name in names.items()}, names)
+            group = Group(attempt, {ranks[name]: inventory.address for name, inventory in answers.items()})
             handles = {name: self.roster.handles[name] for name in answers if name in self.roster.handles}
             await self.roster.ask(lambda store: store.join_group.remote(group), handles)
         self.restore_copies()

@@ -121,12 +121,10 @@ class Group:
     Attributes:
         attempt: The group's.
         addresses: Flight address of each rank's store.
-        names: Name of each rank's store.
     """
 
     attempt: int
     addresses: Mapping[int, str]
-    names: Mapping[int, str]
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import threading
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from ray.actor import ActorHandle
 
 from ray_jax_ckpt.errors import SnapshotLostError, SnapshotTimeoutError, StaleAttemptError, StoreError
 from ray_jax_ckpt.memory.arena import Arena, Segment, process_alive, process_start_time
-from ray_jax_ckpt.memory.digest import digest
+from ray_jax_ckpt.memory.content import Content, push_message
 from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, Place, RankIndex, StoreView
 from ray_jax_ckpt.memory.pusher import Pusher, PushJob
-from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PartSpan, PushHeader
+from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader
 from ray_jax_ckpt.model import slots as slots_
 from ray_jax_ckpt.model.books import Held
 from ray_jax_ckpt.model.index import Index
@@ -30,15 +29,6 @@ from ray_jax_ckpt.model.slots import Lease, Slots
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
-
-
-@dataclass
-class Content:
-    """What is in a held slot: the encoded and parsed indices of the ranks it came from, and each part's place."""
-
-    raw: list[bytes] = field(repr=False)
-    indices: list[Index] = field(repr=False)
-    places: dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -70,9 +60,8 @@ class ReplicaStore:
     """Snapshot memory of one worker, run as a detached actor (`num_cpus=0`, several calls at once, no jax).
 
     Life: created by the coordinator on a worker's node; found by name and taken over by later attempts and by new
-        drivers of the
-    same run; ends itself when heartbeats stop for `orphan_timeout_s`, and at once when its raylet is gone (a store of a
-    dead node must not go on answering). All methods may be called at any time and from any thread.
+    drivers of the same run; ends itself when heartbeats stop for `orphan_timeout_s`, and at once when its raylet is gone
+    (a store of a dead node must not go on answering). All methods may be called at any time and from any thread.
     """
 
     def __init__(self, options: StoreOptions, secret: str) -> None:
@@ -167,12 +156,12 @@ class ReplicaStore:
         """
         with self._changed:
             slots_.commit(self._slots, slot, attempt)
-        index = Index.from_bytes(raw_index)
-        places = {part.id: (part.offset, part.num_bytes) for part in index.layout.parts}
+        content = Content.own(raw_index)
         with self._changed:
             slots = slots_.commit(self._slots, slot, attempt)
-            self._contents[slot] = Content([raw_index], [index], places)
+            self._contents[slot] = content
             self._update(slots)
+        index = content.indices[0]
         self._tell(index.generation)
         self._push_own(index)
 
@@ -201,10 +190,7 @@ class ReplicaStore:
                 self._update(slots_.cancel(self._slots, slot))
                 return
             try:
-                raw = [text.encode() for text in json.loads(header.meta)]
-                content = Content(
-                    raw, [Index.from_bytes(one) for one in raw], {p.id: (p.offset, p.nbytes) for p in header.parts}
-                )
+                content = Content.received(header)
                 slots = slots_.commit(self._slots, slot, header.attempt)
             except (ValueError, StoreError):
                 self._update(slots_.cancel(self._slots, slot))
@@ -230,7 +216,7 @@ class ReplicaStore:
             for key in self._slots.holding(generation):
                 content, segment = self._contents[key], self._segments[key].handle()
                 places |= {part: Place(segment, offset, size) for part, (offset, size) in content.places.items()}
-                indices += map(_rank_index, content.indices, content.raw)
+                indices += content.rank_indices()
         return StoreView(self._options.name, self._options.node_id, self._server.address, places), indices
 
     def verify(self, generation: Generation) -> frozenset[str]:
@@ -240,7 +226,7 @@ class ReplicaStore:
             segments = {key: self._segments[key].view() for key in contents}
         good: set[str] = set()
         for key, content in contents.items():
-            bad = {part for part in content.places if not _intact(content, part, segments[key])}
+            bad = {part for part in content.places if not content.intact(part, segments[key])}
             good |= content.places.keys() - bad
             with self._changed:
                 for part in bad:
@@ -419,50 +405,3 @@ class ReplicaStore:
 def writer_identity() -> str:
     """Identity of the calling process as a writer, safe against reuse of process ids."""
     return f"{os.getpid()}:{process_start_time(os.getpid())}"
-
-
-def _rank_index(index: Index, raw: bytes) -> RankIndex:
-    layout = index.layout
-    return RankIndex(layout.rank, layout.world_size, tuple(part.id for part in layout.parts), raw)
-
-
-def _checks(content: Content, part: str) -> Iterable[tuple[int, int, str]]:
-    for index in content.indices:
-        for layout in index.layout.parts:
-            if layout.id == part:
-                return index.checks(layout)
-    raise StoreError(f"No index describes part {part}.")
-
-
-def _intact(content: Content, part: str, buffer: np.ndarray) -> bool:
-    start, size = content.places[part]
-    checks = list(_checks(content, part))
-    return all(
-        not expected
-        or (offset + length <= size and digest(buffer[start + offset : start + offset + length]) == expected)
-        for offset, length, expected in checks
-    )
-
-
-def push_message(
-    job: PushJob, source: str, pieces: list[tuple[Content, np.ndarray, str]]
-) -> tuple[PushHeader, list[memoryview]]:
-    """What travels in a push: its header, with the indices of every rank involved, and the parts' bytes."""
-    spans, digests, buffers, raw, offset = [], [], [], {}, 0
-    for content, buffer, part in pieces:
-        start, size = content.places[part]
-        spans.append(PartSpan(id=part, offset=offset, nbytes=size))
-        digests += [(offset + at, length, expected) for at, length, expected in _checks(content, part) if expected]
-        buffers.append(buffer.data[start : start + size])
-        raw |= {index.layout.rank: text for index, text in zip(content.indices, content.raw, strict=True)}
-        offset += size
-    header = PushHeader(
-        attempt=job.attempt,
-        generation=str(job.generation),
-        source=source,
-        parts=tuple(spans),
-        total_bytes=offset,
-        meta=json.dumps([text.decode() for text in raw.values()]),
-        digests=tuple(digests),
-    )
-    return header, buffers
