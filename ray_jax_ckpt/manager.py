@@ -11,20 +11,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_jax_ckpt import _ray_compat, start_hook
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import ConfigError
 from ray_jax_ckpt.memory import fleet
-from ray_jax_ckpt.memory.coordinator import Coordinator, RunIdentity
+from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
 from ray_jax_ckpt.memory.messages import Member
 
 logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 20.0
-# All ranks may wait in the coordinator at once while their stores' reports have to get through.
-MAX_CONCURRENT_CALLS = 100_000
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -90,11 +87,7 @@ class CheckpointManager(_Callback):
         filesystem, path = _ray_compat.storage_filesystem(train_run_context), _ray_compat.run_path(train_run_context)
         identity = RunIdentity(fleet.run_digest(_describe(filesystem), path), path, filesystem)
         here = ray.get_runtime_context().get_node_id()
-        beside = NodeAffinitySchedulingStrategy(here, soft=False)
-        actor: Any = ray.remote(Coordinator).options(
-            num_cpus=0, scheduling_strategy=beside, max_concurrency=MAX_CONCURRENT_CALLS
-        )
-        self._coordinator = actor.remote(identity, self._config)
+        self._coordinator = start_coordinator(identity, self._config, here)
         # Finds living stores now: their orphan timeout must not pass while the run waits for resources.
         self._coordinator.open.remote()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import pyarrow.fs
 import ray
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import (
@@ -42,6 +44,19 @@ class RunIdentity:
     digest: str
     path: str
     filesystem: pyarrow.fs.FileSystem | None
+
+
+# All ranks may wait in the coordinator at once while their stores' reports have to get through.
+MAX_CONCURRENT_CALLS = 100_000
+
+
+def start_coordinator(run: RunIdentity, config: SnapshotConfig, node_id: str) -> ActorHandle:
+    """Starts a run's coordinator on a node, owned by the calling process. Ray starts it again if it is killed."""
+    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    actor: Any = ray.remote(Coordinator).options(
+        num_cpus=0, scheduling_strategy=here, max_concurrency=MAX_CONCURRENT_CALLS, max_restarts=-1
+    )
+    return actor.remote(run, config)
 
 
 class Coordinator:
@@ -85,6 +100,10 @@ class Coordinator:
                 self._ledger.roster.forget(name)
         await asyncio.to_thread(self._events.flush, ANSWER_TIMEOUT_S)
 
+    def pid(self) -> int:
+        """Process id of this coordinator."""
+        return os.getpid()
+
     def record(self, event: str, at: float, fields: dict[str, Any]) -> None:
         """Adds an event to the run's log."""
         self._events.add(event, at=at, **fields)
@@ -127,7 +146,11 @@ class Coordinator:
     # Stores and workers report.
 
     async def held(self, report: Held) -> None:
-        """A store holds more verified parts than before."""
+        """A store holds more verified parts than before.
+
+        A coordinator that was killed and started again learns by this that it has to find its stores.
+        """
+        await self.open()
         await self._ledger.report(report)
 
     async def abandon(self, generation: Generation, reason: str) -> None:
@@ -201,7 +224,7 @@ class Coordinator:
         self._check_attempt(attempt)
         key = ("restore", attempt, number)
         try:
-            values = await self._barrier.gather(key, rank, str(generation), len(self._ledger.members), timeout_s)
+            values = await self._barrier.gather(key, rank, str(generation), self._num_members(), timeout_s)
         except TimeoutError as error:
             raise RestoreTimeoutError(
                 f"Restoring step {generation.step}: {error}, which have not restored. Every rank has to call restore; "
@@ -225,7 +248,7 @@ class Coordinator:
         try:
             self._check_attempt(attempt)
             found = await self._barrier.gather(
-                ("processes", attempt), rank, process_index, len(self._ledger.members), timeout_s
+                ("processes", attempt), rank, process_index, self._num_members(), timeout_s
             )
         except TimeoutError as error:
             raise SnapshotTimeoutError(
@@ -235,6 +258,11 @@ class Coordinator:
         return {index: member for member, index in found.items()}
 
     # Inside.
+
+    def _num_members(self) -> int:
+        if not self._ledger.members:
+            raise SnapshotError("The coordinator was started again in mid-attempt and does not know the group.")
+        return len(self._ledger.members)
 
     def _check_attempt(self, attempt: int) -> None:
         if attempt != self._books.attempt:

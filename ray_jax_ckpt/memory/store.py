@@ -29,6 +29,8 @@ from ray_jax_ckpt.model.slots import Lease, Slots
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
+# Two heartbeats and a half.
+SILENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class ReplicaStore:
     """Snapshot memory of one worker, run as a detached actor (`num_cpus=0`, several calls at once, no jax).
 
     Life: created by the coordinator on a worker's node; found by name and taken over by later attempts and by new
-    drivers of the same run; ends itself when heartbeats stop for `orphan_timeout_s`, and at once when its raylet is gone
-    (a store of a dead node must not go on answering). All methods may be called at any time and from any thread.
+    drivers of the same run; ends itself when heartbeats stop for `orphan_timeout_s`, and at once when its raylet is
+    gone (a store of a dead node must not go on answering). Methods may be called at any time and from any thread.
     """
 
     def __init__(self, options: StoreOptions, secret: str) -> None:
@@ -77,7 +79,7 @@ class ReplicaStore:
         self._receiving: dict[tuple[str, str, int], int] = {}
         self._coordinator: ActorHandle | None = None
         self._group: Group | None = None
-        self._last_heartbeat = time.monotonic()
+        self._last_heartbeat = self._last_word = time.monotonic()
         self._pusher = Pusher(self._send)
         self._clients = FlightClients(secret)
         self._server = FlightServer(secret, self, options.node_ip)
@@ -391,8 +393,20 @@ class ReplicaStore:
                 os._exit(0)
             try:
                 self._forget_dead_writers()
+                self._break_silence()
             except Exception:
-                logger.exception("%s: looking for dead writers failed; trying again.", self._options.name)
+                logger.exception("%s: looking after its buffers failed; trying again.", self._options.name)
+
+    def _break_silence(self) -> None:
+        """A coordinator that was started again has forgotten its stores: it does not ask, and is told."""
+        now = time.monotonic()
+        if min(now - self._last_heartbeat, now - self._last_word) < SILENCE_S:
+            return
+        self._last_word = now
+        with self._changed:
+            generations = self._slots.generations()
+        for generation in generations:
+            self._tell(generation)
 
     def _forget_dead_writers(self) -> None:
         with self._changed:

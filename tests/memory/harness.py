@@ -14,7 +14,7 @@ import ray
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.memory.arena import open_segment
-from ray_jax_ckpt.memory.coordinator import Coordinator, RunIdentity
+from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
 from ray_jax_ckpt.memory.digest import copy_and_digest
 from ray_jax_ckpt.memory.messages import Decision, Grant, Located, Member
 from ray_jax_ckpt.memory.reader import Reader
@@ -51,8 +51,8 @@ class StubGroup:
 
     def start_coordinator(self) -> StubGroup:
         """A new coordinator for the same run, such as a new driver starts."""
-        actor = ray.remote(Coordinator).options(num_cpus=0)
-        self.coordinator = actor.remote(RunIdentity(self.run, f"/nowhere/{self.run}", None), self.config)
+        here = ray.get_runtime_context().get_node_id()
+        self.coordinator = start_coordinator(RunIdentity(self.run, f"/nowhere/{self.run}", None), self.config, here)
         return self
 
     @property

@@ -333,6 +333,29 @@ def test_a_driver_that_only_looks_takes_no_reports_away(nodes, run):
             assert group.wait(group.snapshot(step)) == (2, 2)
 
 
+def test_a_killed_coordinator_comes_back_and_snapshots_go_on(nodes, run):
+    with stub_group(run, nodes[:2]) as group:
+        group.begin()
+        group.wait(group.snapshot(10))
+        os.kill(ray.get(group.coordinator.pid.remote()), signal.SIGKILL)
+        for step in (20, 30, 40):
+            group.snapshot(step)
+        eventually(lambda: answer(group.latest) == 40)
+        eventually(lambda: group.held(0) == group.held(1) == {40})
+        located = group.begin().located
+        assert located is not None
+        assert located.generation.step == 40
+        assert group.decision.attempt == 2
+
+
+def answer(question):
+    """What an actor says, or None while it is being started again."""
+    try:
+        return question()
+    except ray.exceptions.RayActorError:
+        return None
+
+
 def test_a_complete_generation_is_not_abandoned_by_a_rank_that_lost_the_answer(nodes, run):
     with stub_group(run, nodes[:2]) as group:
         group.begin()

@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from ray_jax_ckpt import session
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.memory import fleet
-from ray_jax_ckpt.memory.coordinator import Coordinator, RunIdentity
+from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
 from ray_jax_ckpt.memory.messages import Member
 
 
@@ -51,8 +51,8 @@ class Attempts:
         """A new attempt; settings are those of SnapshotConfig, and count from the first attempt on."""
         config = SnapshotConfig(**{"every_n_steps": 1, "copies": 1, "timeout_s": 20} | settings)
         if self.coordinator is None:
-            actor = ray.remote(Coordinator).options(num_cpus=0)
-            self.coordinator = actor.remote(RunIdentity(self.run, f"/nowhere/{self.run}", None), config)
+            identity = RunIdentity(self.run, f"/nowhere/{self.run}", None)
+            self.coordinator = start_coordinator(identity, config, self.node[0])
         members = (Member(0, *self.node, 0, self.node[0]),)
         decision = ray.get(self.coordinator.begin_attempt.remote(members), timeout=60)
         one = session.Session(session.Wiring(self.coordinator, config), decision, 0)
