@@ -192,7 +192,10 @@ def test_a_rank_without_its_node_restores_the_same_step_from_a_peer(node_death):
 def test_steps_were_lost_and_made_again(run):
     for rank in range(2):
         first, second = ([s["step"] for s in job.read(run.directory, n, rank, "step")] for n in (1, 2))
-        assert first == list(range(1, job.DEATH + 1))
+        # The survivor is killed too, perhaps before it has written down the step that the other one died after.
+        assert first in [
+            list(range(1, last + 1)) for last in ((job.DEATH,) if rank == 1 else (job.DEATH - 1, job.DEATH))
+        ]
         assert second == list(range(job.PROTECTED + 1, job.STEPS + 1))
 
 
