@@ -72,8 +72,7 @@ def undecided() -> RestoreError:
     """The error for using a checkpoint before there is one."""
     return RestoreError(
         "What this worker group restores could not be decided in time (the manager's log says why). Failing this "
-        "attempt, "
-        "so that the next one decides again, instead of training from the wrong state."
+        "attempt, so that the next one decides again, instead of training from the wrong state."
     )
 
 

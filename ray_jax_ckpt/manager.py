@@ -7,7 +7,7 @@ import logging
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -78,9 +78,8 @@ class CheckpointManager(_Callback):
         """Starts the run's coordinator beside the controller, owned by it."""
         if _ray_compat.max_failures(train_run_context) == 0:
             warnings.warn(
-                "FailureConfig(max_failures=0), Ray's default: nothing will restart after a failure, so no snapshot "
-                "will ever "
-                "be restored. Set RunConfig(failure_config=FailureConfig(max_failures=...)).",
+                "FailureConfig(max_failures=0), Ray's default: nothing will restart after a failure, so no "
+                "snapshot will ever be restored. Set RunConfig(failure_config=FailureConfig(max_failures=...)).",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -129,6 +128,7 @@ class CheckpointManager(_Callback):
         if self._coordinator is not None:
             members = group_members(workers, self._config)
             self._decision = self._coordinator.begin_attempt.remote(members)
+            warn_of_few_domains(members, self._config.copies)
 
     @_safe
     def after_worker_group_start(self, worker_group: Any) -> None:
@@ -176,8 +176,6 @@ def group_members(workers: list[Any], config: SnapshotConfig) -> tuple[Member, .
     """The members of a group of Ray Train workers, numbered per node, with their failure domains."""
     used = {worker.metadata.node_id for worker in workers}
     nodes = [node for node in ray.nodes() if node["NodeID"] in used]
-    used = {worker.metadata.node_id for worker in workers}
-    nodes = [node for node in ray.nodes() if node["NodeID"] in used]
     labels: dict[str, dict[str, str]] = {node["NodeID"]: node.get("Labels", {}) for node in nodes}
     domains: dict[str, str] = fleet.failure_domains(labels, config.failure_domain, config.copies)
     seen: dict[str, int] = defaultdict(int)
@@ -187,6 +185,20 @@ def group_members(workers: list[Any], config: SnapshotConfig) -> tuple[Member, .
         members.append(Member(rank, node, worker.metadata.node_ip, seen[node], str(domains.get(node, node))))
         seen[node] += 1
     return tuple(members)
+
+
+def warn_of_few_domains(members: Sequence[Member], copies: int) -> None:
+    """Says so when a group cannot have as many copies in distinct failure domains as were asked for."""
+    found = len({member.domain for member in members})
+    if found < copies:
+        covered = "the death of worker processes" if found == 1 else f"the loss of {found - 1} of them"
+        warnings.warn(
+            f"copies={copies}, but all {len(members)} workers are in {found} failure domain(s), such as nodes: "
+            f"snapshots survive {covered}, and no more. Spread the workers over more nodes "
+            f"(ScalingConfig(placement_strategy='SPREAD')), or ask for copies={found}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _describe(filesystem: Any) -> str:

@@ -222,19 +222,18 @@ class Session:
         total = BUFFERS * (own + peer) + staging
         text = (
             f"Snapshots take {_gb(total)} on this node ({len(ranks)} workers): {BUFFERS} x {_gb(own)} of its own "
-            f"shards, "
-            f"{BUFFERS} x {_gb(peer)} of peers, {_gb(staging)} of staging while one is copied"
+            f"shards, {BUFFERS} x {_gb(peer)} of peers, {_gb(staging)} of staging while one is copied"
         )
-        logger.info("%s.", text)
+        if self.rank == ranks[0]:
+            logger.info("%s.", text)
         held = sum(self._held_bytes(rank) for rank in ranks)
         free = available_bytes()
         limits = {"max_bytes": self.config.max_bytes, "the node's free memory": None if free is None else free + held}
         for name, limit in limits.items():
             if limit is not None and total > limit:
                 raise MemoryLimitError(
-                    f"{text}; {name} allows {_gb(limit)}. Use fewer copies (now {self.config.copies}), more nodes, or "
-                    f"a "
-                    "larger SnapshotConfig.max_bytes."
+                    f"{text}; {name} allows {_gb(limit)}. Use fewer copies (now {self.config.copies}), more nodes, "
+                    "or a larger SnapshotConfig.max_bytes."
                 )
         self._checked = plan
 
@@ -305,14 +304,12 @@ def current() -> Session:
         return _current
     if isinstance(_current, Wiring):
         raise NoSessionError(
-            "This attempt's restore decision has not arrived, so snapshots cannot be numbered. Failing the attempt; "
-            "the "
-            "manager's log says why."
+            "This attempt's restore decision has not arrived, so snapshots cannot be numbered. Failing the "
+            "attempt; the manager's log says why."
         )
     raise NoSessionError(
-        "Not in the train function of a run with a CheckpointManager. Call this inside the function that JaxTrainer "
-        "runs, "
-        "with at least one worker (num_workers=0 runs without a controller), and add "
+        "Not in the train function of a run with a CheckpointManager. Call this inside the function that "
+        "JaxTrainer runs, with at least one worker (num_workers=0 runs without a controller), and add "
         "RunConfig(callbacks=[ray_jax_ckpt.CheckpointManager()])."
     )
 
@@ -327,8 +324,7 @@ def _data_state(data: Any) -> Any:
     except (CheckpointError, TypeError) as error:
         raise DataStateError(
             f"data= of type {type(data).__name__} cannot be saved: {error} Give an object with get_state() and "
-            f"set_state() "
-            "whose state is made of numbers, strings, bytes, small arrays, lists and dictionaries."
+            "set_state() whose state is made of numbers, strings, bytes, small arrays, lists and dictionaries."
         ) from error
 
 
@@ -338,4 +334,4 @@ def _lease_of(generation: Generation) -> Lease:
 
 
 def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 5e7 else f"{num_bytes / 1e6:.3g} MB"

@@ -155,9 +155,8 @@ def wait(timeout_s: float | None = None) -> None:
     found, wanted = session.ask(session.coordinator.wait.remote(generation, Status.PROTECTED, bound), bound)
     if found < wanted:
         warnings.warn(
-            f"Step {generation.step} is in {found} failure domain(s), copies={wanted} were asked for: more domains do "
-            f"not "
-            "live. The loss of one may lose it.",
+            f"Step {generation.step} is in {found} failure domain(s), copies={wanted} were asked for: more domains "
+            "do not live. The loss of one may lose it.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -181,8 +180,8 @@ def _snapshot_of(checkpoint: Any) -> SnapshotCheckpoint:
         raise undecided()
     if checkpoint is None:
         raise ConfigError(
-            "restore(None): there is nothing to restore. Check `get_checkpoint()` for None and initialise the state "
-            "instead."
+            "restore(None): there is nothing to restore. Check `get_checkpoint()` for None and initialise the "
+            "state instead."
         )
     if isinstance(checkpoint, ray.train.Checkpoint | str | os.PathLike):
         raise NotSupportedError(
@@ -229,9 +228,8 @@ def _put_back(data: Any, saved: Any, saved_world_size: int, world_size: int) -> 
         )
     if saved_world_size != world_size:
         raise DataStateError(
-            f"data= was saved by {saved_world_size} processes and cannot be handed to {world_size}. Leave data= away, "
-            f"and "
-            "divide Restored.data_by_rank among them."
+            f"data= was saved by {saved_world_size} processes and cannot be handed to {world_size}. Leave data= "
+            "away, and divide Restored.data_by_rank among them."
         )
     if saved is None:
         raise DataStateError(

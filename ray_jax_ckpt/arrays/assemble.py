@@ -125,8 +125,8 @@ class Assembler:
         if self._world_size > 1 and number not in self._own.layout.local:
             raise TreeMismatchError(
                 f"{self._specs[number].path}: the snapshot has a global array, and the template does not say how to "
-                f"shard "
-                "it over several processes. Give the template's ShapeDtypeStructs shardings, or pass shardings=."
+                "shard it over several processes. Give the template's ShapeDtypeStructs shardings, or pass "
+                "shardings=."
             )
 
     def _data_shape(self, number: int) -> tuple[int, ...]:
@@ -150,11 +150,9 @@ class Assembler:
         contents = {tuple((s.item.box, s.digest) for s in stored) for stored in copies}
         if len(contents) > 1 or any(not digest for content in contents for _, digest in content):
             raise TreeMismatchError(
-                f"{self._specs[number].path}: every one of {len(self._indices)} processes snapshotted an array of its "
-                f"own "
-                f"here, and they differ, so {self._world_size} processes cannot share them out. Make it a global "
-                f"array, or "
-                "put per-process state into data=."
+                f"{self._specs[number].path}: every one of {len(self._indices)} processes snapshotted an array of "
+                f"its own here, and they differ, so {self._world_size} processes cannot share them out. Make it a "
+                "global array, or put per-process state into data=."
             )
         return copies[0]
 

@@ -252,8 +252,8 @@ class Coordinator:
             )
         except TimeoutError as error:
             raise SnapshotTimeoutError(
-                f"First snapshot: {error}, which have not called snapshot. Every rank has to; raise timeout_s if they "
-                "need longer."
+                f"First snapshot: {error}, which have not called snapshot. Every rank has to; raise timeout_s if "
+                "they need longer."
             ) from None
         return {index: member for member, index in found.items()}
 

@@ -280,9 +280,8 @@ class ReplicaStore:
                     taken = [f"{s.generation} ({s.phase})" for s in self._slots.of_source(source).values()]
                     raise SnapshotTimeoutError(
                         f"Store {self._options.name} had no free buffer for generation {generation} within "
-                        f"{timeout_s:g} s: "
-                        f"they hold {', '.join(taken)}. A peer that is slow or gone keeps them; raise timeout_s or "
-                        f"look there."
+                        f"{timeout_s:g} s: they hold {', '.join(taken)}. A peer that is slow or gone keeps them; "
+                        "raise timeout_s or look there."
                     )
                 self._changed.wait(min(left, WATCH_INTERVAL_S))
 

@@ -300,7 +300,7 @@ def test_data_that_cannot_be_put_back(attempts):
 
 def test_more_memory_than_allowed_is_an_error_with_the_numbers(attempts):
     attempts.begin(max_bytes=8_000_000)
-    with pytest.raises(MemoryLimitError, match=r"0\.01 GB on this node.*max_bytes allows 0\.01 GB.*copies \(now 1\)"):
+    with pytest.raises(MemoryLimitError, match=r"12 MB on this node.*max_bytes allows 8 MB.*copies \(now 1\)"):
         rjc.snapshot(1, {"x": jnp.ones(1_000_000)})
     rjc.snapshot(1, {"x": jnp.ones(1000)})
     rjc.wait()

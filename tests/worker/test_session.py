@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import types
+import warnings
 
 import pyarrow.fs
 import pytest
@@ -13,6 +14,8 @@ import ray_jax_ckpt as rjc
 from ray_jax_ckpt import _ray_compat, session
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint
 from ray_jax_ckpt.errors import ConfigError, NoSessionError, NotSupportedError, RestoreError
+from ray_jax_ckpt.manager import warn_of_few_domains
+from ray_jax_ckpt.memory.messages import Member
 from ray_jax_ckpt.model.shards import Generation
 
 GENERATION = Generation(2, 1, 30)
@@ -128,3 +131,12 @@ def test_a_run_that_is_told_nothing_of_stays_calm(caplog):
     ):
         hook(None)
     manager.before_controller_abort()
+
+
+def test_fewer_failure_domains_than_copies_are_said_plainly():
+    members = [Member(rank, "node", "127.0.0.1", rank, "node") for rank in range(2)]
+    with pytest.warns(RuntimeWarning, match=r"copies=2, but all 2 workers are in 1 failure domain.*worker processes"):
+        warn_of_few_domains(members, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_few_domains(members, 1)
