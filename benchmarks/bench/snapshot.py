@@ -272,7 +272,10 @@ class Bench:
     def _one_stream(self) -> None:
         """Rank 0 alone reads what a single store holds, through the package's reader and through a bare socket."""
         assert self.handle is not None
-        located = self._session.ask(self._session.coordinator.locate.remote(self.handle.generation, self.rank), WAIT_S)
+        attempt = self._session.decision.attempt
+        located = self._session.ask(
+            self._session.coordinator.locate.remote(self.handle.generation, self.rank, attempt), WAIT_S
+        )
         self.barrier()
         for _ in range(self.plan.repeats if self.rank == 0 else 0):
             self._read_stream(located)
