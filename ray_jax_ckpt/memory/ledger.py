@@ -173,7 +173,7 @@ class Ledger:
             logger.warning("Store %s is dead; what only it held is lost.", name)
             await self.end(name)
             handle = self.roster.of(member, self.secret, self.books.attempt)
-        self.spawn(self.form_group(self.books.attempt))
+        self.spawn(self.form_group(self.books.attempt, replaced=True))
         return handle
 
     async def _answers(self, handle: ActorHandle) -> bool:
@@ -183,8 +183,11 @@ class Ledger:
             return False
         return True
 
-    async def form_group(self, attempt: int) -> None:
-        """Waits for the members' stores, tells them of each other, and brings what is restored back to its copies."""
+    async def form_group(self, attempt: int, *, replaced: bool = False) -> None:
+        """Waits for the members' stores, tells them of each other, and brings what is restored back to its copies.
+
+        Also what this attempt took itself, if a store was `replaced`; else its pushes are on their way.
+        """
         async with self._forming:
             answers = await self._gather_members(attempt)
             if attempt != self.books.attempt:
@@ -193,7 +196,9 @@ class Ledger:
             group = Group(attempt, {ranks[name]: inventory.address for name, inventory in answers.items()})
             handles = {name: self.roster.handles[name] for name in answers if name in self.roster.handles}
             await self.roster.ask(lambda store: store.join_group.remote(group), handles)
-        self.restore_copies()
+        newest = next(iter(self.books.complete()), None)
+        if replaced or (newest is not None and newest.attempt < attempt):
+            self.restore_copies()
         await self.notify()
 
     async def _gather_members(self, attempt: int) -> dict[str, Inventory]:
