@@ -15,7 +15,7 @@ from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.arrays.capture import copy_host, pin
 from ray_jax_ckpt.errors import TreeMismatchError
 from ray_jax_ckpt.model.index import Layout, lay_out
-from ray_jax_ckpt.model.placement import Shard, host_part_id, partners, place, stored_bytes
+from ray_jax_ckpt.model.placement import Holders, concerned, host_part_id, partners, place, shards_of, stored_bytes
 from ray_jax_ckpt.model.shards import Box, box_of, whole
 
 
@@ -55,8 +55,8 @@ class Plan:
         layout: Of the rank's buffer.
         captures: In layout order.
         values: Leaves kept in the index.
-        stored: Bytes of its own and of peers that each rank's store holds per generation; of `local` leaves only this
-            rank's.
+        stored: Bytes of its own and of peers that the stores of each rank in this failure domain hold per generation;
+            every rank's `local` leaves are taken to be as large as this one's.
     """
 
     layout: Layout
@@ -91,6 +91,37 @@ class Captured:
             source = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
             digests[item.part].append(copy(target, source))
         return digests
+
+
+class HolderMaps:
+    """Who holds which region of a global array. Few shardings and shapes serve many leaves, so each is looked at once.
+
+    Args:
+        ranks: As in `Topology`.
+    """
+
+    def __init__(self, ranks: Mapping[int, int]) -> None:
+        self._ranks = ranks
+        self._maps: dict[Any, Holders] = {}
+        self._digests: dict[int, str] = {}
+
+    def of(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Holders:
+        """The holders of every region; the same object for equal arguments, kept as long as this one."""
+        key = (sharding, shape)
+        if key not in self._maps:
+            holders: dict[Box, set[int]] = {}
+            for device, index in sharding.devices_indices_map(shape).items():
+                rank = self._ranks.get(device.process_index, device.process_index)
+                holders.setdefault(box_of(index, shape), set()).add(rank)
+            self._maps[key] = {box: tuple(sorted(ranks)) for box, ranks in holders.items()}
+        return self._maps[key]
+
+    def digest(self, holders: Holders) -> str:
+        """Of one that `of` returned."""
+        if id(holders) not in self._digests:
+            text = json.dumps(sorted(holders.items()))
+            self._digests[id(holders)] = hashlib.sha256(text.encode()).hexdigest()
+        return self._digests[id(holders)]
 
 
 class Planner:
@@ -135,16 +166,18 @@ def make_plan(flat: tree.Flat, topology: Topology) -> Plan:
     """See `Planner.plan`."""
     specs = [tree.describe(*leaf) for leaf in zip(flat.paths, flat.keys, flat.leaves, strict=True)]
     _check_paths(flat.paths)
-    shards, local, values = [], [], []
+    shared, local, values, maps = [], [], [], HolderMaps(topology.ranks)
     for number, (spec, leaf) in enumerate(zip(specs, flat.leaves, strict=True)):
         if spec.kind == "value":
             values.append(number)
         elif _is_global(leaf, topology):
-            shards += _global_shards(number, _plain(leaf), topology.ranks)
+            array = _plain(leaf)
+            shared.append((number, maps.of(array.sharding, array.shape), array.dtype.itemsize))
         else:
             local += [(number, *where) for where in _local_shards(_plain(leaf))]
-    parts = place(shards, topology.domains, topology.copies)
     rank, world_size = topology.rank, len(topology.domains)
+    ranks = concerned(topology.domains[rank], topology.domains, topology.copies)
+    parts = place(shards_of(shared, ranks, topology.domains, topology.copies), topology.domains, topology.copies)
     mine = [part for part in parts if rank in part.keepers]
     host = (host_part_id(rank), partners(rank, topology.domains, topology.copies), True)
     contents = [(p.id, p.targets, p.keepers[0] == rank, [(s.leaf, s.box, s.num_bytes) for s in p.shards]) for p in mine]
@@ -159,7 +192,7 @@ def make_plan(flat: tree.Flat, topology: Topology) -> Plan:
     layout = Layout(
         rank=rank,
         world_size=world_size,
-        structure=_structure(specs, kept_locally, topology, parts),
+        structure=_structure(specs, kept_locally, topology, [maps.digest(holders) for _, holders, _ in shared]),
         leaves=tuple(spec.to_json() for spec in specs),
         local=kept_locally,
         parts=placed,
@@ -196,15 +229,6 @@ def _num_bytes(box: Box, dtype: Any) -> int:
     return size
 
 
-def _global_shards(number: int, array: jax.Array, ranks: Mapping[int, int]) -> list[Shard]:
-    """The unique regions of a global array, with the ranks that hold each."""
-    holders: dict[Box, set[int]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        rank = ranks.get(device.process_index, device.process_index)
-        holders.setdefault(box_of(index, array.shape), set()).add(rank)
-    return [Shard(number, box, _num_bytes(box, array.dtype), tuple(sorted(ranks))) for box, ranks in holders.items()]
-
-
 def _local_shards(leaf: Any) -> list[tuple[Box, int, int | None]]:
     """The unique regions of a leaf that this process has to itself: box, bytes, number among its addressable shards."""
     if isinstance(leaf, np.ndarray):
@@ -229,21 +253,28 @@ def _check_paths(paths: Sequence[str]) -> None:
         raise TreeMismatchError(f"Leaves with the same path cannot be told apart when they are restored: {double[:5]}.")
 
 
-def _structure(specs: Sequence[tree.LeafSpec], local: frozenset[int], topology: Topology, parts: Any) -> str:
-    """Digest of what all ranks must agree on: paths, the global leaves' shapes and dtypes, the placement."""
+def _structure(
+    specs: Sequence[tree.LeafSpec], local: frozenset[int], topology: Topology, sharded: Sequence[str]
+) -> str:
+    """Digest of what all ranks must agree on: paths, the global leaves' shapes and dtypes, and who holds what of them.
+
+    The placement follows from these.
+    """
     leaves = [[s.path, s.kind, *([] if i in local else [s.shape, s.dtype])] for i, s in enumerate(specs)]
-    placement = [[part.id, part.num_bytes] for part in parts]
-    return hashlib.sha256(json.dumps([leaves, topology.domains, placement]).encode()).hexdigest()[:16]
+    text = json.dumps([leaves, topology.domains, topology.copies, list(sharded)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _with_local(
     stored: Mapping[int, tuple[int, int]], topology: Topology, local_bytes: int
 ) -> dict[int, tuple[int, int]]:
-    """Adds the host part: every rank's is taken to be as large as this one's."""
-    totals = {rank: stored.get(rank, (0, 0)) for rank in range(len(topology.domains))}
+    """Of this failure domain's ranks, with the host parts."""
+    domains, home = topology.domains, topology.domains[topology.rank]
+    totals = {rank: stored.get(rank, (0, 0)) for rank in range(len(domains)) if domains[rank] == home}
     totals = {rank: (own + local_bytes, peer) for rank, (own, peer) in totals.items()}
-    for rank in range(len(topology.domains)):
-        for target in partners(rank, topology.domains, topology.copies):
-            own, peer = totals[target]
-            totals[target] = (own, peer + local_bytes)
+    for rank in concerned(home, domains, topology.copies):
+        for target in partners(rank, domains, topology.copies):
+            if target in totals:
+                own, peer = totals[target]
+                totals[target] = (own, peer + local_bytes)
     return totals

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ray_jax_ckpt.model.shards import Box
+from ray_jax_ckpt.model.shards import Box, volume
+
+Holders = Mapping[Box, tuple[int, ...]]
+"""The ranks whose devices hold each unique region of one global array, in ascending order."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +52,86 @@ def host_part_id(rank: int) -> str:
     return f"h{rank}"
 
 
+class Ring:
+    """The failure domains in the order of their lowest ranks: who follows whom. Use `ring_of`, which keeps them."""
+
+    def __init__(self, domains: Sequence[str]) -> None:
+        self.domains = tuple(domains)
+        self.members: Mapping[str, list[int]] = _ranks_by_domain(domains)
+        self._names = sorted(self.members, key=lambda name: self.members[name][0])
+        self._home = {name: number for number, name in enumerate(self._names)}
+        self._position = {rank: at for ranks in self.members.values() for at, rank in enumerate(ranks)}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def following(self, rank: int) -> Iterator[int]:
+        """One rank in each of the other domains, the next domain's first.
+
+        Ranks of one domain are spread over the ranks of the next, so that no store receives from everybody.
+        """
+        home, position = self._home[self.domains[rank]], self._position[rank]
+        for hop in range(1, len(self._names)):
+            ranks = self.members[self._names[(home + hop) % len(self._names)]]
+            yield ranks[position % len(ranks)]
+
+
+@functools.lru_cache(maxsize=4)
+def ring_of(domains: tuple[str, ...]) -> Ring:
+    """The ring of a group; the same object for the same domains, since it is asked for once per shard."""
+    return Ring(domains)
+
+
 def partners(rank: int, domains: Sequence[str], copies: int) -> tuple[int, ...]:
     """Ranks that receive what `rank` alone holds: one in each of the next `copies - 1` failure domains.
-
-    Ranks of one domain are spread over the ranks of the next, so that no store receives from everybody.
 
     Args:
         rank: The rank that has something to push.
         domains: Failure domain of each rank.
         copies: Copies wanted in all. With fewer domains than that, fewer partners are returned.
     """
-    members = _ranks_by_domain(domains)
-    ring = sorted(members, key=lambda name: members[name][0])
-    home = ring.index(domains[rank])
-    position = members[domains[rank]].index(rank)
-    following = (ring[(home + hop) % len(ring)] for hop in range(1, min(copies, len(ring))))
-    return tuple(members[name][position % len(members[name])] for name in following)
+    return tuple(itertools.islice(ring_of(tuple(domains)).following(rank), copies - 1))
+
+
+def concerned(domain: str, domains: Sequence[str], copies: int) -> frozenset[int]:
+    """Ranks whose shards a rank of `domain` has to know: its domain's, and those that push there what they alone hold.
+
+    Of a group of a thousand these are a few dozen, so that planning does not grow with the group.
+    """
+    ring = ring_of(tuple(domains))
+    senders = (r for r in range(len(domains)) if any(domains[p] == domain for p in partners(r, domains, copies)))
+    return frozenset(ring.members[domain]) | frozenset(senders)
+
+
+def shards_of(
+    leaves: Sequence[tuple[int, Holders, int]], ranks: frozenset[int], domains: Sequence[str], copies: int
+) -> list[Shard]:
+    """The shards that decide what the stores of `ranks` get, all that share their holders included.
+
+    These are the shards that one of them holds, and those whose holders are in several domains, but too few: whom the
+    first keeper of one of these pushes to depends on which domains have it already.
+
+    Args:
+        leaves: Number, holders by box, and bytes per element of every global leaf. Leaves that are sharded alike should
+            share the mapping object: each is searched once.
+        ranks: See `concerned`.
+        domains: Failure domain of each rank.
+        copies: Copies wanted.
+    """
+    wanted = min(copies, len(ring_of(tuple(domains))))
+
+    def matters(holders: tuple[int, ...]) -> bool:
+        return not ranks.isdisjoint(holders) or 1 < len({domains[rank] for rank in holders}) < wanted
+
+    near: dict[int, list[tuple[Box, tuple[int, ...], int]]] = {}
+    for _, holders, _ in leaves:
+        if id(holders) not in near:
+            near[id(holders)] = [(box, held_by, volume(box)) for box, held_by in holders.items() if matters(held_by)]
+    return [
+        Shard(number, box, size * itemsize, held_by)
+        for number, holders, itemsize in leaves
+        for box, held_by, size in near[id(holders)]
+    ]
 
 
 def place(shards: Iterable[Shard], domains: Sequence[str], copies: int) -> tuple[Part, ...]:
@@ -84,10 +153,11 @@ def place(shards: Iterable[Shard], domains: Sequence[str], copies: int) -> tuple
     groups: dict[tuple[int, ...], list[Shard]] = defaultdict(list)
     for shard in shards:
         groups[shard.holders].append(shard)
-    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Shard]] = defaultdict(list)
+    kept: dict[tuple[int, ...], list[Shard]] = defaultdict(list)
     for holders, members in groups.items():
         for shard, keepers in zip(members, _balance(members, holders, domains, copies), strict=True):
-            parts[keepers, _missing(keepers, domains, copies)].append(shard)
+            kept[keepers].append(shard)
+    parts = {(keepers, _missing(keepers, domains, copies)): members for keepers, members in kept.items()}
     return tuple(
         Part(_part_id(keepers, targets), keepers, targets, tuple(members))
         for (keepers, targets), members in sorted(parts.items())
@@ -131,12 +201,11 @@ def _balance(
 
 
 def _missing(keepers: tuple[int, ...], domains: Sequence[str], copies: int) -> tuple[int, ...]:
+    ring = ring_of(tuple(domains))
     covered = {domains[rank] for rank in keepers}
-    needed = min(copies, len(set(domains))) - len(covered)
-    if needed <= 0:
-        return ()
-    everywhere = partners(keepers[0], domains, len(set(domains)))
-    return tuple(rank for rank in everywhere if domains[rank] not in covered)[:needed]
+    needed = max(0, min(copies, len(ring)) - len(covered))
+    elsewhere = (rank for rank in ring.following(keepers[0]) if domains[rank] not in covered)
+    return tuple(itertools.islice(elsewhere, needed))
 
 
 def _part_id(keepers: tuple[int, ...], targets: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_jax_ckpt.model.placement import Shard, partners, place, stored_bytes
+from ray_jax_ckpt.model.placement import Shard, concerned, partners, place, shards_of, stored_bytes
 
 
 @st.composite
@@ -52,6 +52,26 @@ def test_a_rank_that_knows_only_its_own_shards_plans_them_the_same(case):
         mine = place([s for s in shards if rank in s.holders], domains, copies)
         kept = [p for p in mine if rank in p.keepers]
         assert kept == [p for p in everything.values() if rank in p.keepers]
+
+
+@given(groups())
+def test_a_domain_knows_what_its_stores_get_from_the_shards_that_concern_it(case):
+    shards, domains, copies = case
+    leaves = [(s.leaf, {s.box: s.holders}, 1) for s in shards]
+    totals = stored_bytes(place(shards, domains, copies))
+    for domain in set(domains):
+        ranks = concerned(domain, domains, copies)
+        nearby = stored_bytes(place(shards_of(leaves, ranks, domains, copies), domains, copies))
+        for rank in (r for r in range(len(domains)) if domains[r] == domain):
+            assert nearby.get(rank, (0, 0)) == totals.get(rank, (0, 0))
+
+
+def test_a_large_group_concerns_a_rank_no_more_than_its_neighbours():
+    domains = [f"node{rank // 8}" for rank in range(1000)]
+    leaves = [(0, {((rank, rank + 1),): (rank,) for rank in range(1000)}, 4)]
+    ranks = concerned("node3", domains, 2)
+    assert ranks == frozenset(range(16, 32))
+    assert {s.holders[0] for s in shards_of(leaves, ranks, domains, 2)} == ranks
 
 
 def test_replicated_shards_are_spread_over_their_holders():
