@@ -25,6 +25,8 @@ class SnapshotConfig(BaseModel):
             can take over.
         failure_domain: What fails together. "auto": TPU slices where Ray labels them, when there are at least `copies`,
             else nodes. "node": nodes. Anything else: the key of a Ray node label.
+        streams: Connections that one large transfer between nodes is spread over, at most; small ones use fewer. More
+            help where one core cannot keep the network busy, and cost that many more cores while bytes travel.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,3 +39,4 @@ class SnapshotConfig(BaseModel):
     verify: bool = True
     orphan_timeout_s: float = Field(default=600.0, gt=0)
     failure_domain: str = Field(default="auto", min_length=1)
+    streams: int = Field(default=4, ge=1)

@@ -44,6 +44,7 @@ def test_misspelt_setting_is_named() -> None:
         ("timeout_s", float("nan"), "greater than 0|finite"),
         ("orphan_timeout_s", 0, "greater than 0"),
         ("failure_domain", "", "at least 1 character"),
+        ("streams", 0, "greater than or equal to 1"),
     ],
 )
 def test_value_that_cannot_work_is_refused_by_name(setting: str, value: Any, why: str) -> None:

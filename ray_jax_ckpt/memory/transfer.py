@@ -44,6 +44,7 @@ __all__ = [
     "Range",
     "fetch",
     "push",
+    "streams_for",
 ]
 
 _CLIENT_OPTIONS: list[tuple[str, int | str]] = [
@@ -53,6 +54,8 @@ _CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+# A connection of its own is worth its threads from about a tenth of a second of work on.
+_STREAM_BYTES = 64 << 20
 _PUSHING = -1
 _GRACE_S = 0.5
 
@@ -317,6 +320,11 @@ def _fetch_stream(call: _Call, client: fl.FlightClient, ranges: Sequence[Range],
     except BaseException:
         reader.cancel()
         raise
+
+
+def streams_for(nbytes: int, most: int) -> int:
+    """Connections that a transfer of `nbytes` is worth, at most `most` (`SnapshotConfig.streams`)."""
+    return max(1, min(most, nbytes // _STREAM_BYTES))
 
 
 def split(ranges: Sequence[Range], streams: int) -> list[list[Range]]:

@@ -33,7 +33,7 @@ from ray_jax_ckpt.errors import (
 from ray_jax_ckpt.memory import flight_server, wire
 from ray_jax_ckpt.memory.digest import digest
 from ray_jax_ckpt.memory.stream import CHUNK_BYTES, Guard, pack
-from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PartSpan, fetch, push, split
+from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PartSpan, fetch, push, split, streams_for
 
 PEER = Path(__file__).with_name("flight_peer.py")
 ROOT = PEER.parents[2]
@@ -507,3 +507,8 @@ def test_malformed_ticket_and_stream_of_another_type_touch_nothing(server: Fligh
         with contextlib.suppress(pa.ArrowException):
             writer.close()
     assert shelf.ended == [False]
+
+
+def test_only_large_transfers_get_several_streams() -> None:
+    assert [streams_for(n << 20, 4) for n in (0, 1, 127, 128, 255, 256, 10_000)] == [1, 1, 1, 2, 3, 4, 4]
+    assert streams_for(1 << 40, 1) == 1
