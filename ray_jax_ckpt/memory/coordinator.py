@@ -192,7 +192,7 @@ class Coordinator:
                     raise SnapshotError(f"The snapshot of step {generation.step} was abandoned: {reason}.")
                 ready = [g for g in self._books.entries if g >= generation and self._books.status(g) in good]
                 if ready:
-                    return min(map(len, self._books.covered(min(ready)))), self._config.copies
+                    return min(map(len, self._books.spread(min(ready)))), self._config.copies
                 try:
                     await asyncio.wait_for(self._ledger.changed.wait(), deadline - time.monotonic())
                 except TimeoutError:

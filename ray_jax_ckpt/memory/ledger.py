@@ -279,7 +279,7 @@ class Ledger:
         if newest is None:
             return
         books, jobs = self.books, {}
-        plan = choose_push(books.undercovered(newest), books.domains, books.receivers(), books.wanted())
+        plan = choose_push(books.undercovered(newest), books.lasting(), books.receivers(), books.wanted())
         for part, source, target in plan:
             jobs.setdefault((source, target), []).append(part)
         for (source, target), parts in jobs.items():

@@ -21,7 +21,8 @@ class Status(StrEnum):
     """What a generation is good for.
 
     PENDING: some part has no verified copy yet. COMPLETE: every part has one. PROTECTED: every part has
-    min(copies, living failure domains) in distinct domains. ABANDONED: it can never become complete or was rejected.
+    min(copies, living failure domains) in distinct domains, draining stores not counted. ABANDONED: it can never become
+    complete or was rejected.
     """
 
     PENDING = "pending"
@@ -82,6 +83,8 @@ class Books:
             inventory.
         domains: Failure domain of every living store.
         group: Stores of the current worker group. Others live on until what they hold has been replaced.
+        draining: Stores whose nodes will be taken away. They serve what they hold as long as they live, but what only
+            they hold is as good as lost: it is copied elsewhere, and they get nothing new.
         entries: By generation.
         decided: The attempt that chose last what to restore, and its choice.
         abandoned: Generations that can never be restored, and why; forgotten once a newer one is complete.
@@ -91,6 +94,7 @@ class Books:
     attempt: int = 0
     domains: Mapping[str, str] = field(default_factory=dict)
     group: frozenset[str] = NOWHERE
+    draining: frozenset[str] = NOWHERE
     entries: Mapping[Generation, Entry] = field(default_factory=dict)
     decided: tuple[int, Generation | None] | None = None
     abandoned: Mapping[Generation, str] = field(default_factory=dict)
@@ -98,20 +102,40 @@ class Books:
     # What follows from them.
 
     def covered(self, generation: Generation) -> list[frozenset[str]]:
-        """The living failure domains that hold a copy, part by part."""
-        entry = self.entries[generation]
-        return [
-            frozenset(self.domains[store] for store in entry.holders.get(part, NOWHERE) if store in self.domains)
-            for part in entry.expected()
-        ]
+        """The living failure domains that hold a copy, part by part, be it on a draining store."""
+        return self._spread(generation, self.domains)
+
+    def leaving(self) -> frozenset[str]:
+        """Draining stores, unless there are no others: then nothing can be done and they count like any store."""
+        return self.draining if self._served().keys() - self.draining else NOWHERE
+
+    def lasting(self) -> dict[str, str]:
+        """Living stores that are not leaving, with their domains."""
+        leaving = self.leaving()
+        return {name: domain for name, domain in self.domains.items() if name not in leaving}
+
+    def spread(self, generation: Generation) -> list[frozenset[str]]:
+        """The failure domains that hold a copy which lasts, part by part."""
+        return self._spread(generation, self.lasting())
 
     def receivers(self) -> dict[str, str]:
-        """Living stores that new copies may go to, with their domains: the group's."""
-        return {name: domain for name, domain in self.domains.items() if name in self.group}
+        """Stores that new copies may go to, with their domains: the group's, or all while no group is known."""
+        leaving = self.leaving()
+        return {name: domain for name, domain in self._served().items() if name not in leaving}
 
     def wanted(self) -> int:
         """Distinct domains that a protected generation is in."""
-        return min(self.copies, len(set((self.receivers() or self.domains).values())))
+        return min(self.copies, len(set(self.receivers().values())))
+
+    def _served(self) -> dict[str, str]:
+        return {name: domain for name, domain in self.domains.items() if name in self.group} or dict(self.domains)
+
+    def _spread(self, generation: Generation, stores: Mapping[str, str]) -> list[frozenset[str]]:
+        entry = self.entries[generation]
+        return [
+            frozenset(stores[store] for store in entry.holders.get(part, NOWHERE) if store in stores)
+            for part in entry.expected()
+        ]
 
     def idle(self) -> list[str]:
         """Stores outside the group that hold nothing of anything: they may end."""
@@ -122,8 +146,9 @@ class Books:
         """See `Status`."""
         if generation in self.abandoned:
             return Status.ABANDONED
-        fewest = min(map(len, self.covered(generation)))
-        return Status.PENDING if fewest == 0 else Status.PROTECTED if fewest >= self.wanted() else Status.COMPLETE
+        if not all(self.covered(generation)):
+            return Status.PENDING
+        return Status.PROTECTED if min(map(len, self.spread(generation))) >= self.wanted() else Status.COMPLETE
 
     def missing(self, generation: Generation) -> list[str]:
         """Parts of which no living store holds a copy."""
@@ -144,12 +169,17 @@ class Books:
 
         Losing a set of domains is fatal for a generation when it contains all domains of one of its parts. So the
         domains of each of newer's parts must be more than such a loss takes, or contain those of some part of `older`.
+        All of it must hold as long as draining stores live, and when they are gone.
         """
         if newer <= older or self.status(newer) not in (Status.COMPLETE, Status.PROTECTED):
             return False
-        before, wanted = set(self.covered(older)), self.wanted()
-        after = (domains for domains in set(self.covered(newer)) if len(domains) < wanted)
-        return all(any(weak <= strong for weak in before) for strong in after)
+        views = (self.covered, self.spread) if self.leaving() else (self.covered,)
+        return all(self._outlives(set(view(newer)), set(view(older))) for view in views)
+
+    def _outlives(self, newer: set[frozenset[str]], older: set[frozenset[str]]) -> bool:
+        wanted = self.wanted()
+        weakest = (domains for domains in newer if len(domains) < wanted)
+        return all(any(weak <= strong for weak in older) for strong in weakest)
 
     def releasable(self) -> frozenset[Generation]:
         """Generations whose buffers are free: abandoned, or replaced by a newer one."""
@@ -161,13 +191,13 @@ class Books:
         )
 
     def undercovered(self, generation: Generation) -> dict[str, frozenset[str]]:
-        """Parts with fewer copies than the living domains allow, and the living stores that hold them."""
-        entry = self.entries[generation]
+        """Parts with fewer copies that last than the domains allow, and the living stores that hold them."""
+        entry, lasting = self.entries[generation], self.lasting()
         living = {part: entry.holders.get(part, NOWHERE) & self.domains.keys() for part in entry.expected()}
         return {
             part: frozenset(stores)
             for part, stores in living.items()
-            if stores and len({self.domains[store] for store in stores}) < self.wanted()
+            if stores and len({lasting[store] for store in stores if store in lasting}) < self.wanted()
         }
 
 
@@ -206,6 +236,11 @@ def store_died(books: Books, store: str) -> Books:
     for generation in alone:
         books = abandoned(books, generation, f"store {store} died, which held the only copy of a part")
     return books
+
+
+def draining(books: Books, stores: Iterable[str]) -> Books:
+    """The nodes of exactly these stores are going to be taken away."""
+    return replace(books, draining=frozenset(stores))
 
 
 def held(books: Books, report: Held) -> Books:

@@ -119,7 +119,8 @@ def choose_push(
 
     Args:
         parts: Living holders of each part that lacks copies.
-        domains: Failure domain of every living store.
+        domains: Failure domain of every store whose copies count: the living ones that are not leaving. The others are
+            only copied from.
         receivers: Stores that may get copies, with their domains.
         wanted: Distinct domains wanted.
 
@@ -129,7 +130,7 @@ def choose_push(
     loads: dict[str, int] = defaultdict(int)
     pushes = []
     for part, stores in sorted(parts.items()):
-        covered = {domains[store] for store in stores}
+        covered = {domains[store] for store in stores if store in domains}
         while len(covered) < wanted:
             free = [name for name, domain in receivers.items() if domain not in covered]
             if not free:

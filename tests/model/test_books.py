@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model.books import Books, Held, Status
+from ray_jax_ckpt.model.recovery import choose_push
 from ray_jax_ckpt.model.shards import Generation
 
 G1, G2, G3 = (Generation(1, 0, step) for step in (10, 20, 30))
@@ -182,6 +183,7 @@ def any_books(draw: st.DrawFn) -> Books:
         books = books_.store_joined(books, name, draw(st.sampled_from("xyz")))
     books = books_.attempt_started(books, 1)[0]
     books = books_.group_formed(books, 1, draw(st.sets(st.sampled_from(STORES), min_size=1)))
+    books = books_.draining(books, draw(st.sets(st.sampled_from(STORES))))
     for generation in (G1, G2):
         for store in STORES:
             parts = frozenset(draw(st.sets(st.sampled_from(PARTS))))
@@ -197,13 +199,14 @@ def test_replaces_means_exactly_surviving_every_loss_of_domains_that_the_older_s
     domains = sorted(set(books.domains.values()))
     losses = [set(gone) for n in range(books.wanted()) for gone in combinations(domains, n)]
 
-    def survives(generation: Generation, gone: set[str]) -> bool:
+    def survives(generation: Generation, gone: set[str], drained: frozenset[str]) -> bool:
         left = books
-        for store in [name for name, domain in books.domains.items() if domain in gone]:
+        for store in [name for name, domain in books.domains.items() if domain in gone or name in drained]:
             left = books_.store_lost(left, store)
         return generation in left.complete()
 
-    expected = survives(G2, set()) and all(survives(G2, gone) for gone in losses if survives(G1, gone))
+    cases = [(gone, drained) for gone in losses for drained in {frozenset[str](), books.leaving()}]
+    expected = survives(G2, set(), frozenset()) and all(survives(G2, *case) for case in cases if survives(G1, *case))
     assert books.replaces(G2, G1) == expected
 
 
@@ -211,6 +214,63 @@ def test_replaces_means_exactly_surviving_every_loss_of_domains_that_the_older_s
 def test_freeing_what_is_releasable_never_loses_the_newest_complete_generation(books):
     newest = books.complete()[:1]
     assert books_.released(books, books.releasable()).complete()[:1] == newest
+
+
+def three() -> Books:
+    """Rank 0 on a, rank 1 on b, rank 2 on c; step 10 is protected: each part on its own store and the next one."""
+    books = Books(copies=2)
+    for name in "abc":
+        books = books_.store_joined(books, name, f"node-{name}")
+    books = books_.group_formed(books_.attempt_started(books, 1)[0], 1, "abc")
+    return spread(books, G1, {"h0": "ab", "h1": "bc", "h2": "ca"})
+
+
+def spread(books: Books, generation: Generation, parts: dict[str, str]) -> Books:
+    everything = frozenset(parts)
+    for store in "abc":
+        mine = frozenset(part for part, stores in parts.items() if store in stores)
+        if mine:
+            books = books_.held(books, Held(store, generation, 3, mine, everything, "x"))
+    return books
+
+
+def test_copies_on_a_draining_store_are_served_but_do_not_count():
+    books = books_.draining(three(), "b")
+    assert books.status(G1) is Status.COMPLETE
+    assert books.undercovered(G1) == {"h0": {"a", "b"}, "h1": {"b", "c"}}
+    assert books.receivers().keys() == {"a", "c"}
+    assert choose_push(books.undercovered(G1), books.lasting(), books.receivers(), books.wanted()) == [
+        ("h0", "a", "c"),
+        ("h1", "b", "a"),
+    ]
+    moved = spread(books, G1, {"h0": "ac", "h1": "ca", "h2": "ca"})
+    assert moved.status(G1) is Status.PROTECTED
+    assert books_.store_died(moved, "b").complete() == [G1]
+
+
+def test_what_only_draining_stores_hold_of_a_newer_generation_frees_no_older_one():
+    books = books_.draining(spread(three(), G2, {"h0": "ab", "h1": "b", "h2": "ca"}), "b")
+    assert books.status(G2) is Status.COMPLETE
+    assert books.releasable() == frozenset()
+    assert spread(books, G2, {"h0": "ac", "h1": "ca", "h2": "ca"}).releasable() == {G1}
+
+
+def test_with_nowhere_else_to_go_draining_stores_count_like_any_store():
+    books = books_.draining(three(), "abc")
+    assert books.status(G1) is Status.PROTECTED
+    assert books.receivers().keys() == set("abc")
+
+
+def test_a_drained_store_among_two_leaves_one_domain_to_be_protected_in():
+    books = books_.draining(both(group(), G1), "b")
+    assert books.wanted() == 1
+    assert books.status(G1) is Status.COMPLETE
+    assert hold(books, "a", G1, *OWN["a"], *OWN["b"]).status(G1) is Status.PROTECTED
+
+
+def test_while_no_group_is_known_every_living_store_may_receive():
+    books = books_.store_joined(books_.store_joined(Books(copies=2), "a", "x"), "b", "y")
+    assert books.receivers() == {"a": "x", "b": "y"}
 
 
 @pytest.mark.parametrize("lost", list("ab"))
