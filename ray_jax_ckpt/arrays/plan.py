@@ -28,12 +28,14 @@ class Topology:
         domains: Failure domain of every rank.
         copies: Copies wanted.
         ranks: Rank by JAX process index, where they differ: on TPUs the runtime numbers the processes, not Ray.
+        leaving: Ranks whose nodes are going to be taken away: what they hold goes elsewhere, and they get none.
     """
 
     rank: int
     domains: tuple[str, ...]
     copies: int
     ranks: Mapping[int, int] = field(default_factory=dict)
+    leaving: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -176,10 +178,10 @@ def make_plan(flat: tree.Flat, topology: Topology) -> Plan:
         else:
             local += [(number, *where) for where in _local_shards(_plain(leaf))]
     rank, world_size = topology.rank, len(topology.domains)
-    ranks = concerned(topology.domains[rank], topology.domains, topology.copies)
-    parts = place(shards_of(shared, ranks, topology.domains, topology.copies), topology.domains, topology.copies)
+    group = (topology.domains, topology.copies, topology.leaving)
+    parts = place(shards_of(shared, concerned(topology.domains[rank], *group), *group), *group)
     mine = [part for part in parts if rank in part.keepers]
-    host = (host_part_id(rank), partners(rank, topology.domains, topology.copies), True)
+    host = (host_part_id(rank), partners(rank, *group), True)
     contents = [(p.id, p.targets, p.keepers[0] == rank, [(s.leaf, s.box, s.num_bytes) for s in p.shards]) for p in mine]
     placed = lay_out([*contents, (*host, [(leaf, box, size) for leaf, box, size, _ in local])])
     where = {(leaf, box): shard for leaf, box, _, shard in local} | _device_numbers(mine, flat.leaves)
@@ -261,7 +263,7 @@ def _structure(
     The placement follows from these.
     """
     leaves = [[s.path, s.kind, *([] if i in local else [s.shape, s.dtype])] for i, s in enumerate(specs)]
-    text = json.dumps([leaves, topology.domains, topology.copies, list(sharded)])
+    text = json.dumps([leaves, topology.domains, topology.copies, sorted(topology.leaving), list(sharded)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -272,8 +274,8 @@ def _with_local(
     domains, home = topology.domains, topology.domains[topology.rank]
     totals = {rank: stored.get(rank, (0, 0)) for rank in range(len(domains)) if domains[rank] == home}
     totals = {rank: (own + local_bytes, peer) for rank, (own, peer) in totals.items()}
-    for rank in concerned(home, domains, topology.copies):
-        for target in partners(rank, domains, topology.copies):
+    for rank in concerned(home, domains, topology.copies, topology.leaving):
+        for target in partners(rank, domains, topology.copies, topology.leaving):
             if target in totals:
                 own, peer = totals[target]
                 totals[target] = (own, peer + local_bytes)

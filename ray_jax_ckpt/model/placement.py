@@ -14,6 +14,8 @@ from ray_jax_ckpt.model.shards import Box, volume
 Holders = Mapping[Box, tuple[int, ...]]
 """The ranks whose devices hold each unique region of one global array, in ascending order."""
 
+NOBODY: frozenset[int] = frozenset()
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -53,58 +55,78 @@ def host_part_id(rank: int) -> str:
 
 
 class Ring:
-    """The failure domains in the order of their lowest ranks: who follows whom. Use `ring_of`, which keeps them."""
+    """The failure domains in the order of their lowest ranks: who follows whom. Use `ring_of`, which keeps them.
 
-    def __init__(self, domains: Sequence[str]) -> None:
+    Ranks that are leaving, because their nodes are drained, get no copies, and those that they hold do not count. If
+    all are leaving, all count.
+    """
+
+    def __init__(self, domains: Sequence[str], leaving: frozenset[int] = NOBODY) -> None:
         self.domains = tuple(domains)
-        self.members: Mapping[str, list[int]] = _ranks_by_domain(domains)
+        self.leaving = NOBODY if leaving.issuperset(range(len(domains))) else leaving
+        self.members: Mapping[str, list[int]] = _ranks_by_domain(domains, NOBODY)
+        self._staying = _ranks_by_domain(domains, self.leaving)
         self._names = sorted(self.members, key=lambda name: self.members[name][0])
         self._home = {name: number for number, name in enumerate(self._names)}
         self._position = {rank: at for ranks in self.members.values() for at, rank in enumerate(ranks)}
 
     def __len__(self) -> int:
-        return len(self._names)
+        """Domains that copies can be in."""
+        return len(self._staying)
 
     def following(self, rank: int) -> Iterator[int]:
-        """One rank in each of the other domains, the next domain's first.
+        """One rank in each of the other domains, the next domain's first; last one in the domain of a leaving rank.
 
         Ranks of one domain are spread over the ranks of the next, so that no store receives from everybody.
         """
         home, position = self._home[self.domains[rank]], self._position[rank]
-        for hop in range(1, len(self._names)):
-            ranks = self.members[self._names[(home + hop) % len(self._names)]]
-            yield ranks[position % len(ranks)]
+        for hop in range(1, len(self._names) + (rank in self.leaving)):
+            ranks = self._staying.get(self._names[(home + hop) % len(self._names)])
+            if ranks:
+                yield ranks[position % len(ranks)]
+
+    def usable(self, holders: tuple[int, ...]) -> tuple[int, ...]:
+        """The holders that stay, or all if none does."""
+        return tuple(rank for rank in holders if rank not in self.leaving) or holders
 
 
 @functools.lru_cache(maxsize=4)
-def ring_of(domains: tuple[str, ...]) -> Ring:
+def ring_of(domains: tuple[str, ...], leaving: frozenset[int] = NOBODY) -> Ring:
     """The ring of a group; the same object for the same domains, since it is asked for once per shard."""
-    return Ring(domains)
+    return Ring(domains, leaving)
 
 
-def partners(rank: int, domains: Sequence[str], copies: int) -> tuple[int, ...]:
+def partners(rank: int, domains: Sequence[str], copies: int, leaving: frozenset[int] = NOBODY) -> tuple[int, ...]:
     """Ranks that receive what `rank` alone holds: one in each of the next `copies - 1` failure domains.
+
+    What a leaving rank holds goes to one more, since its own copy will be gone.
 
     Args:
         rank: The rank that has something to push.
         domains: Failure domain of each rank.
         copies: Copies wanted in all. With fewer domains than that, fewer partners are returned.
+        leaving: See `Ring`.
     """
-    return tuple(itertools.islice(ring_of(tuple(domains)).following(rank), copies - 1))
+    ring = ring_of(tuple(domains), leaving)
+    return tuple(itertools.islice(ring.following(rank), copies - (rank not in ring.leaving)))
 
 
-def concerned(domain: str, domains: Sequence[str], copies: int) -> frozenset[int]:
+def concerned(domain: str, domains: Sequence[str], copies: int, leaving: frozenset[int] = NOBODY) -> frozenset[int]:
     """Ranks whose shards a rank of `domain` has to know: its domain's, and those that push there what they alone hold.
 
     Of a group of a thousand these are a few dozen, so that planning does not grow with the group.
     """
-    ring = ring_of(tuple(domains))
-    senders = (r for r in range(len(domains)) if any(domains[p] == domain for p in partners(r, domains, copies)))
+    ring, everybody = ring_of(tuple(domains), leaving), range(len(domains))
+    senders = (r for r in everybody if any(domains[p] == domain for p in partners(r, domains, copies, leaving)))
     return frozenset(ring.members[domain]) | frozenset(senders)
 
 
 def shards_of(
-    leaves: Sequence[tuple[int, Holders, int]], ranks: frozenset[int], domains: Sequence[str], copies: int
+    leaves: Sequence[tuple[int, Holders, int]],
+    ranks: frozenset[int],
+    domains: Sequence[str],
+    copies: int,
+    leaving: frozenset[int] = NOBODY,
 ) -> list[Shard]:
     """The shards that decide what the stores of `ranks` get, all that share their holders included.
 
@@ -117,11 +139,14 @@ def shards_of(
         ranks: See `concerned`.
         domains: Failure domain of each rank.
         copies: Copies wanted.
+        leaving: See `Ring`.
     """
-    wanted = min(copies, len(ring_of(tuple(domains))))
+    ring = ring_of(tuple(domains), leaving)
+    wanted = min(copies, len(ring))
 
     def matters(holders: tuple[int, ...]) -> bool:
-        return not ranks.isdisjoint(holders) or 1 < len({domains[rank] for rank in holders}) < wanted
+        keepers = ring.usable(holders)
+        return not ranks.isdisjoint(keepers) or 1 < len({domains[rank] for rank in keepers}) < wanted
 
     near: dict[int, list[tuple[Box, tuple[int, ...], int]]] = {}
     for _, holders, _ in leaves:
@@ -134,7 +159,9 @@ def shards_of(
     ]
 
 
-def place(shards: Iterable[Shard], domains: Sequence[str], copies: int) -> tuple[Part, ...]:
+def place(
+    shards: Iterable[Shard], domains: Sequence[str], copies: int, leaving: frozenset[int] = NOBODY
+) -> tuple[Part, ...]:
     """Assigns every shard `copies` places in distinct failure domains, or one per domain where there are fewer.
 
     Ranks that hold a shard anyway are used first (no bytes travel); what is missing then is pushed to the partners of
@@ -146,18 +173,20 @@ def place(shards: Iterable[Shard], domains: Sequence[str], copies: int) -> tuple
             than those with the same holders.
         domains: Failure domain of each rank.
         copies: Copies wanted of each shard.
+        leaving: See `Ring`. They keep what nobody else holds, and it is pushed to as many others as copies are wanted.
 
     Returns:
         The parts, ordered by id.
     """
+    ring = ring_of(tuple(domains), leaving)
     groups: dict[tuple[int, ...], list[Shard]] = defaultdict(list)
     for shard in shards:
-        groups[shard.holders].append(shard)
+        groups[ring.usable(shard.holders)].append(shard)
     kept: dict[tuple[int, ...], list[Shard]] = defaultdict(list)
     for holders, members in groups.items():
         for shard, keepers in zip(members, _balance(members, holders, domains, copies), strict=True):
             kept[keepers].append(shard)
-    parts = {(keepers, _missing(keepers, domains, copies)): members for keepers, members in kept.items()}
+    parts = {(keepers, _missing(keepers, ring, copies)): members for keepers, members in kept.items()}
     return tuple(
         Part(_part_id(keepers, targets), keepers, targets, tuple(members))
         for (keepers, targets), members in sorted(parts.items())
@@ -200,11 +229,10 @@ def _balance(
     return chosen
 
 
-def _missing(keepers: tuple[int, ...], domains: Sequence[str], copies: int) -> tuple[int, ...]:
-    ring = ring_of(tuple(domains))
-    covered = {domains[rank] for rank in keepers}
+def _missing(keepers: tuple[int, ...], ring: Ring, copies: int) -> tuple[int, ...]:
+    covered = {ring.domains[rank] for rank in keepers if rank not in ring.leaving}
     needed = max(0, min(copies, len(ring)) - len(covered))
-    elsewhere = (rank for rank in ring.following(keepers[0]) if domains[rank] not in covered)
+    elsewhere = (rank for rank in ring.following(keepers[0]) if ring.domains[rank] not in covered)
     return tuple(itertools.islice(elsewhere, needed))
 
 
@@ -212,8 +240,9 @@ def _part_id(keepers: tuple[int, ...], targets: tuple[int, ...]) -> str:
     return f"s{'.'.join(map(str, keepers))}>{'.'.join(map(str, targets))}"
 
 
-def _ranks_by_domain(domains: Sequence[str]) -> dict[str, list[int]]:
+def _ranks_by_domain(domains: Sequence[str], without: frozenset[int]) -> dict[str, list[int]]:
     members: dict[str, list[int]] = defaultdict(list)
     for rank, name in enumerate(domains):
-        members[name].append(rank)
-    return members
+        if rank not in without:
+            members[name].append(rank)
+    return dict(members)

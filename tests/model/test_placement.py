@@ -16,54 +16,75 @@ def groups(draw: st.DrawFn):
     world = draw(st.integers(1, 8))
     domains = [draw(st.sampled_from("abcd")) for _ in range(world)]
     copies = draw(st.integers(1, 4))
+    leaving = draw(st.frozensets(st.integers(0, world - 1), max_size=world - 1))
     holders = st.sets(st.integers(0, world - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
     shards = [
         Shard(leaf, ((0, size),), size, draw(holders))
         for leaf, size in enumerate(draw(st.lists(st.integers(0, 50), max_size=20)))
     ]
-    return shards, domains, copies
+    return shards, domains, copies, leaving
+
+
+def staying(ranks, leaving):
+    return [rank for rank in ranks if rank not in leaving]
 
 
 @given(groups())
 def test_every_shard_is_in_as_many_domains_as_asked_for_or_exist(case):
-    shards, domains, copies = case
-    parts = place(shards, domains, copies)
+    shards, domains, copies, leaving = case
+    parts = place(shards, domains, copies, leaving)
     assert sorted(s.leaf for p in parts for s in p.shards) == [s.leaf for s in shards]
+    existing = {domains[rank] for rank in staying(range(len(domains)), leaving)}
     for part in parts:
-        where = [domains[rank] for rank in (*part.keepers, *part.targets)]
-        assert len(where) == len(set(where)) == min(copies, len(set(domains)))
+        where = [domains[rank] for rank in staying((*part.keepers, *part.targets), leaving)]
+        assert len(where) == len(set(where)) == min(copies, len(existing))
 
 
 @given(groups())
 def test_only_holders_keep_and_bytes_travel_only_where_no_holder_lives(case):
-    shards, domains, copies = case
-    for part in place(shards, domains, copies):
+    shards, domains, copies, leaving = case
+    for part in place(shards, domains, copies, leaving):
         for shard in part.shards:
             assert set(part.keepers) <= set(shard.holders)
-            natural = {domains[rank] for rank in shard.holders}
+            natural = {domains[rank] for rank in staying(shard.holders, leaving) or shard.holders}
             assert len(part.keepers) == min(copies, len(natural))
 
 
 @given(groups())
+def test_a_leaving_rank_gets_no_copies_and_keeps_only_what_no_other_holder_can(case):
+    shards, domains, copies, leaving = case
+    for part in place(shards, domains, copies, leaving):
+        assert leaving.isdisjoint(part.targets)
+        if not leaving.isdisjoint(part.keepers):
+            assert all(leaving.issuperset(shard.holders) for shard in part.shards)
+
+
+@given(groups())
 def test_a_rank_that_knows_only_its_own_shards_plans_them_the_same(case):
-    shards, domains, copies = case
-    everything = {p.id: p for p in place(shards, domains, copies)}
+    shards, domains, copies, leaving = case
+    everything = {p.id: p for p in place(shards, domains, copies, leaving)}
     for rank in range(len(domains)):
-        mine = place([s for s in shards if rank in s.holders], domains, copies)
+        mine = place([s for s in shards if rank in s.holders], domains, copies, leaving)
         kept = [p for p in mine if rank in p.keepers]
         assert kept == [p for p in everything.values() if rank in p.keepers]
 
 
 @given(groups())
 def test_a_domain_knows_what_its_stores_get_from_the_shards_that_concern_it(case):
-    shards, domains, copies = case
+    shards, domains, copies, leaving = case
     leaves = [(s.leaf, {s.box: s.holders}, 1) for s in shards]
-    totals = stored_bytes(place(shards, domains, copies))
+    totals = stored_bytes(place(shards, domains, copies, leaving))
     for domain in set(domains):
-        ranks = concerned(domain, domains, copies)
-        nearby = stored_bytes(place(shards_of(leaves, ranks, domains, copies), domains, copies))
+        ranks = concerned(domain, domains, copies, leaving)
+        near = shards_of(leaves, ranks, domains, copies, leaving)
+        nearby = stored_bytes(place(near, domains, copies, leaving))
         for rank in (r for r in range(len(domains)) if domains[r] == domain):
             assert nearby.get(rank, (0, 0)) == totals.get(rank, (0, 0))
+
+
+def test_when_all_ranks_are_leaving_they_are_placed_as_if_none_were():
+    shards = [Shard(0, ((0, 2),), 8, (0,)), Shard(0, ((2, 4),), 8, (1,))]
+    assert place(shards, ["n0", "n1"], 2, frozenset({0, 1})) == place(shards, ["n0", "n1"], 2)
 
 
 def test_a_large_group_concerns_a_rank_no_more_than_its_neighbours():
@@ -94,11 +115,13 @@ def test_two_ranks_each_push_what_only_they_hold():
 
 @given(groups())
 def test_partners_are_in_other_domains_each_in_another(case):
-    _, domains, copies = case
+    _, domains, copies, leaving = case
+    existing = {domains[rank] for rank in staying(range(len(domains)), leaving)}
     for rank in range(len(domains)):
-        found = [domains[partner] for partner in partners(rank, domains, copies)]
-        assert len(found) == len(set(found)) == min(copies, len(set(domains))) - 1
-        assert domains[rank] not in found
+        found = [domains[partner] for partner in partners(rank, domains, copies, leaving)]
+        own = 0 if rank in leaving else 1
+        assert len(found) == len(set(found)) == min(copies, len(existing)) - own
+        assert rank in leaving or domains[rank] not in found
 
 
 @pytest.mark.parametrize("per_node", [1, 4])
