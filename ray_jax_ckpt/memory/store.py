@@ -14,17 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 from ray.actor import ActorHandle
 
-from ray_jax_ckpt.errors import SnapshotLostError, SnapshotTimeoutError, StaleAttemptError, StoreError
-from ray_jax_ckpt.memory.arena import Arena, Segment, process_alive, process_start_time
+from ray_jax_ckpt.errors import SnapshotLostError, StaleAttemptError, StoreError
+from ray_jax_ckpt.memory.arena import process_alive, process_start_time
 from ray_jax_ckpt.memory.content import Content, push_message
-from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, Place, RankIndex, StoreView
+from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, RankIndex, StoreView
 from ray_jax_ckpt.memory.pusher import Pusher, PushJob
+from ray_jax_ckpt.memory.shelf import Shelf
 from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader
 from ray_jax_ckpt.model import slots as slots_
 from ray_jax_ckpt.model.books import Held
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.shards import Generation
-from ray_jax_ckpt.model.slots import Lease, Slots
+from ray_jax_ckpt.model.slots import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +69,9 @@ class ReplicaStore:
 
     def __init__(self, options: StoreOptions, secret: str) -> None:
         self._options, self._secret = options, secret
-        self._arena = Arena()
-        self._changed = threading.Condition()
-        self._slots = Slots(options.name, per_source=options.slots, attempt=options.attempt)
+        self._shelf = Shelf(options.name, per_source=options.slots, attempt=options.attempt)
         self._incarnation = uuid.uuid4().hex
         self._pushes = itertools.count()
-        self._segments: dict[int, Segment] = {}
-        self._contents: dict[int, Content] = {}
-        self._sizes: dict[str, int] = {}
         self._receiving: dict[tuple[str, str, int], int] = {}
         self._coordinator: ActorHandle | None = None
         self._group: Group | None = None
@@ -96,11 +92,11 @@ class ReplicaStore:
             attempt: Writes of attempts before this one are refused from now on.
         """
         self._last_heartbeat = time.monotonic()
-        with self._changed:
+        with self._shelf.changed:
             self._coordinator = coordinator or self._coordinator
-            self._update(slots_.fence(self._slots, attempt))
-            held = tuple(self._report(generation) for generation in sorted(self._slots.generations()))
-            options, attempt = self._options, self._slots.attempt
+            self._shelf.update(lambda slots: slots_.fence(slots, attempt))
+            held = self._reports()
+            options, attempt = self._options, self._shelf.slots.attempt
         address, incarnation = self._server.address, self._incarnation
         return Inventory(
             options.name, options.node_id, options.domain, address, attempt, self._secret, incarnation, held
@@ -112,12 +108,11 @@ class ReplicaStore:
         Returns what is held: a report, or a release, may have been lost on its way.
         """
         self._last_heartbeat = time.monotonic()
-        with self._changed:
-            return tuple(self._report(generation) for generation in self._slots.generations())
+        return self._reports()
 
     def held_bytes(self) -> int:
         """Memory of all buffers, free ones included."""
-        return self._arena.nbytes_held
+        return self._shelf.num_bytes
 
     def pid(self) -> int:
         """Process id of this store."""
@@ -125,12 +120,11 @@ class ReplicaStore:
 
     def join_group(self, group: Group) -> None:
         """Whom to push to in the group's attempt. Raises StaleAttemptError if a newer one has started."""
-        with self._changed:
-            slots_.check_attempt(self._slots, group.attempt)
-            self._update(slots_.fence(self._slots, group.attempt))
+        with self._shelf.changed:
+            slots_.check_attempt(self._shelf.slots, group.attempt)
             self._group = group
-            self._sizes.clear()
-            self._changed.notify_all()
+            self._shelf.forget_sizes()
+            self._shelf.update(lambda slots: slots_.fence(slots, group.attempt))
 
     # Its own worker writes.
 
@@ -142,11 +136,10 @@ class ReplicaStore:
             SnapshotTimeoutError: No buffer became free in time.
             MemoryLimitError: The node cannot give that much memory.
         """
-        with self._changed:
-            # A writer stores one state at a time: what it was granted before, and never heard of, is not being filled.
-            self._update(slots_.writer_starts(self._slots, writer))
-        slot = self._await_slot(attempt, generation, self._options.name, writer, timeout_s)
-        segment = self._allocate(slot, num_bytes, self._options.name)
+        # A writer stores one state at a time: what it was granted before, and never heard of, is not being filled.
+        self._shelf.update(lambda slots: slots_.writer_starts(slots, writer))
+        slot = self._shelf.await_slot(attempt, generation, self._options.name, writer, timeout_s)
+        segment = self._shelf.allocate(slot, num_bytes, self._options.name)
         return Grant(slot, segment.handle(), segment.nbytes)
 
     def commit(self, attempt: int, slot: int, raw_index: bytes) -> None:
@@ -156,176 +149,91 @@ class ReplicaStore:
             StaleAttemptError: A newer attempt has started.
             StoreError: The slot is not this attempt's.
         """
-        with self._changed:
-            slots_.commit(self._slots, slot, attempt)
+        with self._shelf.changed:
+            slots_.commit(self._shelf.slots, slot, attempt)
         content = Content.own(raw_index)
-        with self._changed:
-            slots = slots_.commit(self._slots, slot, attempt)
-            self._contents[slot] = content
-            self._update(slots)
+        self._shelf.commit(slot, attempt, content)
         index = content.indices[0]
         self._tell(index.generation)
         self._push_own(index)
 
     def cancel(self, slot: int) -> None:
         """The worker failed to fill the slot and does not touch it again."""
-        with self._changed:
-            self._update(slots_.cancel(self._slots, slot))
+        self._shelf.update(lambda slots: slots_.cancel(slots, slot))
 
     # Peers write (called by the Flight server).
 
     def begin_receive(self, header: PushHeader) -> np.ndarray:
         """A buffer for what a peer pushes; waits for one, bounded. See `transfer.Provider`."""
         source, generation = header.source, Generation.parse(header.generation)
-        slot = self._await_slot(header.attempt, generation, source, "", self._options.timeout_s)
-        segment = self._allocate(slot, header.total_bytes, source)
-        with self._changed:
+        slot = self._shelf.await_slot(header.attempt, generation, source, "", self._options.timeout_s)
+        segment = self._shelf.allocate(slot, header.total_bytes, source)
+        with self._shelf.changed:
             # The attempt belongs to the key: one that was fenced may still be under way beside the next one's.
             self._receiving[source, header.generation, header.attempt] = slot
         return segment.view()[: header.total_bytes]
 
     def end_receive(self, header: PushHeader, ok: bool) -> None:
         """The push is over: verified, or failed."""
-        with self._changed:
+        with self._shelf.changed:
             slot = self._receiving.pop((header.source, header.generation, header.attempt))
             if not ok:
-                self._update(slots_.cancel(self._slots, slot))
+                self._shelf.update(lambda slots: slots_.cancel(slots, slot))
                 return
             try:
-                content = Content.received(header)
-                slots = slots_.commit(self._slots, slot, header.attempt)
+                self._shelf.commit(slot, header.attempt, Content.received(header))
             except (ValueError, StoreError):
-                self._update(slots_.cancel(self._slots, slot))
+                self._shelf.update(lambda slots: slots_.cancel(slots, slot))
                 raise
-            self._contents[slot] = content
-            self._update(slots)
         self._tell(Generation.parse(header.generation))
 
     # Reading.
 
     def read(self, generation: str, part: str, offset: int, nbytes: int) -> memoryview:
         """Bytes of a held part, not copied. See `transfer.Provider`."""
-        with self._changed:
-            segment, start, size = self._find(Generation.parse(generation), part)
+        segment, start, size = self._shelf.find(Generation.parse(generation), part)
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise StoreError(f"{part} of generation {generation} has {size} bytes; asked for {nbytes} at {offset}.")
         return segment.view().data[start + offset : start + offset + nbytes]
 
     def view(self, generation: Generation) -> tuple[StoreView, list[RankIndex]]:
         """Where this store's parts of a generation lie, and the indices it holds of it."""
-        with self._changed:
-            places, indices = {}, []
-            for key in self._slots.holding(generation):
-                content, segment = self._contents[key], self._segments[key].handle()
-                places |= {part: Place(segment, offset, size) for part, (offset, size) in content.places.items()}
-                indices += content.rank_indices()
+        places, indices = self._shelf.view(generation)
         return StoreView(self._options.name, self._options.node_id, self._server.address, places), indices
 
     def verify(self, generation: Generation) -> frozenset[str]:
         """Digests everything held of a generation again, drops what is bad, and returns the good parts."""
-        with self._changed:
-            contents = {key: self._contents[key] for key in self._slots.holding(generation)}
-            segments = {key: self._segments[key].view() for key in contents}
-        good: set[str] = set()
-        for key, content in contents.items():
-            bad = {part for part in content.places if not content.intact(part, segments[key])}
-            good |= content.places.keys() - bad
-            with self._changed:
-                for part in bad:
-                    content.places.pop(part, None)
-        return frozenset(good)
+        return self._shelf.verify(generation)
 
     def lease(self, hold: Lease) -> None:
         """Keeps a generation readable. Raises StaleAttemptError or StoreError (nothing held)."""
-        with self._changed:
-            self._update(slots_.lease(self._slots, hold))
+        self._shelf.update(lambda slots: slots_.lease(slots, hold))
 
     def unlease(self, lease_id: str) -> None:
         """Ends a lease."""
-        with self._changed:
-            self._update(slots_.unlease(self._slots, lease_id))
+        self._shelf.update(lambda slots: slots_.unlease(slots, lease_id))
 
     def release(self, generations: Iterable[Generation]) -> None:
         """These are abandoned, or better covered newer ones replace them."""
         gone = set(generations)
         self._pusher.forget(gone)
-        with self._changed:
-            self._update(slots_.release(self._slots, gone))
-            useful = list(self._sizes.values()) if self._options.name in self._sizes else None
-        # When its own worker has asked for a buffer in this attempt, so has every peer by the time something is freed:
-        # other sizes were an earlier group's.
-        if useful is not None:
-            self._arena.trim(useful)
+        self._shelf.release(gone)
 
     def push(self, generation: Generation, parts: tuple[str, ...], target: str, address: str) -> None:
         """Copies held parts to another store (re-replication). Returns at once; the receiver reports what arrived."""
-        with self._changed:
-            attempt = self._slots.attempt
-            # A source of its own: what this store has pushed there before may be in use, or damaged.
-            source = f"{self._options.name} again {next(self._pushes)}"
+        # A source of its own: what this store has pushed there before may be in use, or damaged.
+        attempt, source = self._shelf.slots.attempt, f"{self._options.name} again {next(self._pushes)}"
         self._pusher.enqueue(PushJob(generation, parts, attempt, target, target=(target, address), source=source))
 
     # Inside.
 
-    def _await_slot(self, attempt: int, generation: Generation, source: str, writer: str, timeout_s: float) -> int:
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                slots, slot = slots_.grant(self._slots, generation, source, attempt, writer)
-                if slot is not None:
-                    self._slots = slots
-                    return slot
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    taken = [f"{s.generation} ({s.phase})" for s in self._slots.of_source(source).values()]
-                    raise SnapshotTimeoutError(
-                        f"Store {self._options.name} had no free buffer for generation {generation} within "
-                        f"{timeout_s:g} s: they hold {', '.join(taken)}. A peer that is slow or gone keeps them; "
-                        "raise timeout_s or look there."
-                    )
-                self._changed.wait(min(left, WATCH_INTERVAL_S))
-
-    def _allocate(self, slot: int, num_bytes: int, source: str) -> Segment:
-        self._sizes[source] = num_bytes
-        try:
-            segment = self._arena.allocate(num_bytes, tag=source)
-        except BaseException:
-            self.cancel(slot)
-            raise
-        with self._changed:
-            if slot not in self._slots.used:
-                self._arena.free(segment)
-                raise StoreError(f"{self._options.name}: slot {slot} was taken back while its buffer was made.")
-            self._segments[slot] = segment
-        return segment
-
-    def _update(self, slots: Slots) -> None:
-        """Installs a new state and frees the segments of slots that it does not have (the lock is held)."""
-        self._slots = slots
-        for key in [key for key in self._segments if key not in slots.used]:
-            self._contents.pop(key, None)
-            self._arena.free(self._segments.pop(key))
-        self._changed.notify_all()
-
-    def _find(self, generation: Generation, part: str) -> tuple[Segment, int, int]:
-        for key in self._slots.holding(generation):
-            place = self._contents[key].places.get(part)
-            if place is not None:
-                return self._segments[key], *place
-        raise SnapshotLostError(f"Store {self._options.name} does not hold {part} of generation {generation}.")
-
-    def _report(self, generation: Generation) -> Held:
-        contents = [self._contents[key] for key in self._slots.holding(generation)]
-        indices = [index for content in contents for index in content.indices]
-        announced = frozenset(part.id for index in indices for part in index.layout.parts)
-        parts = frozenset(part for content in contents for part in content.places)
-        layout = indices[0].layout
-        name, incarnation = self._options.name, self._incarnation
-        return Held(name, generation, layout.world_size, parts, announced, layout.structure, incarnation)
+    def _reports(self) -> tuple[Held, ...]:
+        with self._shelf.changed:
+            found = [self._shelf.report(one, self._incarnation) for one in sorted(self._shelf.slots.generations())]
+        return tuple(report for report in found if report is not None)
 
     def _tell(self, generation: Generation) -> None:
-        with self._changed:
-            report = self._report(generation) if self._slots.holding(generation) else None
+        report = self._shelf.report(generation, self._incarnation)
         if report is not None and self._coordinator is not None:
             self._coordinator.held.remote(report)
 
@@ -354,8 +262,8 @@ class ReplicaStore:
 
     def _peer_address(self, job: PushJob) -> str:
         """Flight address of a rank's store. They may still be on their way when the first snapshot is committed."""
-        with self._changed:
-            self._changed.wait_for(
+        with self._shelf.changed:
+            self._shelf.changed.wait_for(
                 lambda: self._group is not None and self._group.attempt >= job.attempt, self._options.timeout_s
             )
             group = self._group
@@ -370,15 +278,7 @@ class ReplicaStore:
 
     def _materialize(self, job: PushJob) -> tuple[PushHeader, list[memoryview]]:
         """Header and bytes of a push, looked up when it is its turn."""
-        with self._changed:
-            pieces, seen = [], set()
-            for key in self._slots.holding(job.generation):
-                content = self._contents[key]
-                for part in [p for p in job.parts if p in content.places and p not in seen]:
-                    seen.add(part)
-                    pieces.append((content, self._segments[key].view(), part))
-        if not pieces:
-            raise SnapshotLostError(f"{self._options.name} does not hold generation {job.generation} any more.")
+        pieces = self._shelf.pieces(job.generation, job.parts)
         return push_message(job, job.source or self._options.name, pieces)
 
     def _watch(self) -> None:
@@ -402,17 +302,14 @@ class ReplicaStore:
         if min(now - self._last_heartbeat, now - self._last_word) < SILENCE_S:
             return
         self._last_word = now
-        with self._changed:
-            generations = self._slots.generations()
-        for generation in generations:
+        for generation in self._shelf.slots.generations():
             self._tell(generation)
 
     def _forget_dead_writers(self) -> None:
-        with self._changed:
-            for writer in {slot.writer for slot in self._slots.used.values() if slot.writer}:
-                pid, started = writer.split(":")
-                if not process_alive(int(pid), int(started)):
-                    self._update(slots_.writer_gone(self._slots, writer))
+        for writer in {slot.writer for slot in self._shelf.slots.used.values() if slot.writer}:
+            pid, started = writer.split(":")
+            if not process_alive(int(pid), int(started)):
+                self._shelf.update(lambda slots, writer=writer: slots_.writer_gone(slots, writer))
 
 
 def writer_identity() -> str:

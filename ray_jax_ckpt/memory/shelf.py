@@ -1,0 +1,190 @@
+"""What a store holds: its buffers' states, the memory behind them and what is in it, always in step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from ray_jax_ckpt.errors import SnapshotLostError, SnapshotTimeoutError, StoreError
+from ray_jax_ckpt.memory.arena import Arena, Segment
+from ray_jax_ckpt.memory.content import Content
+from ray_jax_ckpt.memory.messages import Place, RankIndex
+from ray_jax_ckpt.model import slots as slots_
+from ray_jax_ckpt.model.books import Held
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.model.slots import Slots
+
+# Waiters look again so often, whether woken or not.
+LOOK_INTERVAL_S = 0.5
+
+Piece = tuple[Content, np.ndarray, str]
+"""What is in a buffer, the buffer, and a part in it."""
+
+
+class Shelf:
+    """Pure `Slots`, a segment of memory for each slot in use, and the contents of those that are held.
+
+    Thread-safe. Where several steps have to be one, callers hold `changed`, which may be entered again.
+
+    Args:
+        name: The store's.
+        per_source: Buffers that each source may use.
+        attempt: Writes of attempts before this one are refused.
+    """
+
+    def __init__(self, name: str, *, per_source: int, attempt: int) -> None:
+        self.slots = Slots(name, per_source=per_source, attempt=attempt)
+        self.changed = threading.Condition()
+        self._arena = Arena()
+        self._segments: dict[int, Segment] = {}
+        self._contents: dict[int, Content] = {}
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers, free ones included."""
+        return self._arena.nbytes_held
+
+    def update(self, transition: Callable[[Slots], Slots]) -> None:
+        """Performs a transition, and frees the memory of slots that are gone by it. Raises what it raises."""
+        with self.changed:
+            self.slots = transition(self.slots)
+            for key in [key for key in self._segments if key not in self.slots.used]:
+                self._contents.pop(key, None)
+                self._arena.free(self._segments.pop(key))
+            self.changed.notify_all()
+
+    # Filling.
+
+    def await_slot(self, attempt: int, generation: Generation, source: str, writer: str, timeout_s: float) -> int:
+        """A slot for a writer, as soon as its source may have one. See `slots.grant`.
+
+        Raises:
+            StaleAttemptError: A newer attempt has started.
+            StoreError: It is here already.
+            SnapshotTimeoutError: None became free in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.changed:
+            while True:
+                slots, slot = slots_.grant(self.slots, generation, source, attempt, writer)
+                if slot is not None:
+                    self.slots = slots
+                    return slot
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    taken = [f"{s.generation} ({s.phase})" for s in self.slots.of_source(source).values()]
+                    raise SnapshotTimeoutError(
+                        f"Store {self.slots.name} had no free buffer for generation {generation} within "
+                        f"{timeout_s:g} s: they hold {', '.join(taken)}. A peer that is slow or gone keeps them; "
+                        "raise timeout_s or look there."
+                    )
+                self.changed.wait(min(left, LOOK_INTERVAL_S))
+
+    def allocate(self, slot: int, num_bytes: int, source: str) -> Segment:
+        """Memory for a slot; the slot is free again if there is none.
+
+        Raises:
+            MemoryLimitError: The node cannot give that much.
+            StoreError: The slot was taken back meanwhile.
+        """
+        self._sizes[source] = num_bytes
+        try:
+            segment = self._arena.allocate(num_bytes, tag=source)
+        except BaseException:
+            self.update(lambda slots: slots_.cancel(slots, slot))
+            raise
+        with self.changed:
+            if slot not in self.slots.used:
+                self._arena.free(segment)
+                raise StoreError(f"{self.slots.name}: slot {slot} was taken back while its buffer was made.")
+            self._segments[slot] = segment
+        return segment
+
+    def commit(self, slot: int, attempt: int, content: Content) -> None:
+        """A slot is filled and verified. Raises StaleAttemptError or StoreError (it was taken back)."""
+        with self.changed:
+            slots = slots_.commit(self.slots, slot, attempt)
+            self._contents[slot] = content
+            self.update(lambda _: slots)
+
+    # Freeing.
+
+    def release(self, generations: Iterable[Generation]) -> None:
+        """These are abandoned, or better covered newer ones replace them."""
+        self.update(lambda slots: slots_.release(slots, generations))
+        with self.changed:
+            useful = list(self._sizes.values()) if self.slots.name in self._sizes else None
+        # When its own worker has asked for a buffer in this attempt, so has every peer by the time something is freed:
+        # other sizes were an earlier group's.
+        if useful is not None:
+            self._arena.trim(useful)
+
+    def forget_sizes(self) -> None:
+        """Another group comes, with buffers of other sizes."""
+        with self.changed:
+            self._sizes.clear()
+
+    # Reading.
+
+    def held(self, generation: Generation) -> list[tuple[Content, Segment]]:
+        """What can be read of a generation, slot by slot."""
+        with self.changed:
+            return [(self._contents[key], self._segments[key]) for key in self.slots.holding(generation)]
+
+    def find(self, generation: Generation, part: str) -> tuple[Segment, int, int]:
+        """Memory, offset and size of a part. Raises SnapshotLostError if it is not held."""
+        for content, segment in self.held(generation):
+            place = content.places.get(part)
+            if place is not None:
+                return segment, *place
+        raise SnapshotLostError(f"Store {self.slots.name} does not hold {part} of generation {generation}.")
+
+    def view(self, generation: Generation) -> tuple[dict[str, Place], list[RankIndex]]:
+        """Where the parts of a generation lie, and the indices that are here."""
+        with self.changed:
+            places, indices = {}, []
+            for content, segment in self.held(generation):
+                handle = segment.handle()
+                places |= {part: Place(handle, offset, size) for part, (offset, size) in content.places.items()}
+                indices += content.rank_indices()
+        return places, indices
+
+    def pieces(self, generation: Generation, parts: Sequence[str]) -> list[Piece]:
+        """Those of the parts that are held, each once. Raises SnapshotLostError if none is."""
+        with self.changed:
+            pieces, seen = [], set()
+            for content, segment in self.held(generation):
+                for part in [p for p in parts if p in content.places and p not in seen]:
+                    seen.add(part)
+                    pieces.append((content, segment.view(), part))
+        if not pieces:
+            raise SnapshotLostError(f"{self.slots.name} does not hold generation {generation} any more.")
+        return pieces
+
+    def report(self, generation: Generation, incarnation: str) -> Held | None:
+        """What is held of a generation, in words for the books; None if it is nothing."""
+        with self.changed:
+            contents = [content for content, _ in self.held(generation)]
+            if not contents:
+                return None
+            indices = [index for content in contents for index in content.indices]
+            announced = frozenset(part.id for index in indices for part in index.layout.parts)
+            parts = frozenset(part for content in contents for part in content.places)
+        layout = indices[0].layout
+        return Held(self.slots.name, generation, layout.world_size, parts, announced, layout.structure, incarnation)
+
+    def verify(self, generation: Generation) -> frozenset[str]:
+        """Digests everything held of a generation again, drops what is bad, and returns the good parts."""
+        good: set[str] = set()
+        for content, segment in self.held(generation):
+            buffer = segment.view()
+            bad = {part for part in list(content.places) if not content.intact(part, buffer)}
+            with self.changed:
+                good |= content.places.keys() - bad
+                for part in bad:
+                    content.places.pop(part, None)
+        return frozenset(good)
