@@ -7,7 +7,7 @@ coordinator that lost its memory rebuilds these books by asking them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -39,15 +39,49 @@ class Entry:
         world_size: Ranks that have to contribute.
         holders: Stores that hold a verified copy, per part. A part without any is known and missing.
         structure: Digest of the global tree and its placement, the same on all ranks; "" until the first rank told.
+        damaged: Living stores that have room for a part but no good copy of it, per part: to be repaired there.
+        digests: Digest of the copy of a part on each store that told, damaged ones that it still has included.
+        claims: Per part, the lowest rank that has told what it captured, and the digest of that. Where ranks hold
+            replicas of a part this decides which of them are right: ranks must never restore a mix.
     """
 
     world_size: int
     holders: Mapping[str, frozenset[str]] = field(default_factory=dict)
     structure: str = ""
+    damaged: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    claims: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
     def expected(self) -> set[str]:
         """Parts it needs: those announced, and every rank's host part (which announces the rest)."""
         return {host_part_id(rank) for rank in range(self.world_size)} | self.holders.keys()
+
+    def differing(self) -> dict[str, frozenset[str]]:
+        """Stores whose copy of a part is another than what its lowest rank captured, per part."""
+        found = {
+            part: frozenset(store for store, digest in self.digests.get(part, {}).items() if digest != right)
+            for part, (_, right) in self.claims.items()
+        }
+        return {part: stores for part, stores in found.items() if stores}
+
+    def without(self, store: str, parts: Iterable[str]) -> Entry:
+        """A store has no good copy of these parts."""
+        gone = frozenset(parts)
+        return replace(
+            self,
+            holders={part: stores - {store} if part in gone else stores for part, stores in self.holders.items()},
+            damaged={part: stores - {store} if part in gone else stores for part, stores in self.damaged.items()},
+            digests={
+                part: {s: d for s, d in digests.items() if s != store or part not in gone}
+                for part, digests in self.digests.items()
+            },
+        )
+
+    def repairable(self, stores: Mapping[str, Iterable[str]]) -> Entry:
+        """These stores have no good copy of these parts (by part), but room for one."""
+        holders = {part: found - frozenset(stores.get(part, ())) for part, found in self.holders.items()}
+        more = {part: self.damaged.get(part, NOWHERE) | frozenset(found) for part, found in stores.items()}
+        return replace(self, holders=holders, damaged={**self.damaged, **more})
 
 
 @dataclass(frozen=True)
@@ -62,6 +96,9 @@ class Held:
         announced: Parts that the generation needs, as far as this store's indices say.
         structure: Digest that must be equal on all ranks.
         incarnation: Which of the stores that have had this name.
+        damaged: Parts that it found bad and would take again.
+        digests: Digest of each part that it holds, as far as parts are digested.
+        claims: What ranks have captured, as far as their indices are here: see `Entry.claims`.
     """
 
     store: str
@@ -71,6 +108,9 @@ class Held:
     announced: frozenset[str]
     structure: str
     incarnation: str = ""
+    damaged: frozenset[str] = NOWHERE
+    digests: Mapping[str, str] = field(default_factory=dict)
+    claims: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +128,8 @@ class Books:
         entries: By generation.
         decided: The attempt that chose last what to restore, and its choice.
         abandoned: Generations that can never be restored, and why; forgotten once a newer one is complete.
+        reject_differing: Whether a generation is abandoned when ranks captured replicas that differ. Else what the
+            lowest rank captured counts, and the others are as good as damaged.
     """
 
     copies: int
@@ -98,6 +140,7 @@ class Books:
     entries: Mapping[Generation, Entry] = field(default_factory=dict)
     decided: tuple[int, Generation | None] | None = None
     abandoned: Mapping[Generation, str] = field(default_factory=dict)
+    reject_differing: bool = False
 
     # What follows from them.
 
@@ -219,9 +262,9 @@ def store_lost(books: Books, store: str) -> Books:
     """A store is gone, and all it held with it. What no store holds anything of is forgotten."""
     entries = {}
     for generation, entry in books.entries.items():
-        holders = {part: stores - {store} for part, stores in entry.holders.items()}
-        if any(holders.values()):
-            entries[generation] = replace(entry, holders=holders)
+        entry = entry.without(store, entry.expected() | entry.damaged.keys())
+        if any(entry.holders.values()):
+            entries[generation] = entry
     domains = {name: domain for name, domain in books.domains.items() if name != store}
     return replace(books, domains=domains, entries=entries)
 
@@ -256,21 +299,43 @@ def held(books: Books, report: Held) -> Books:
     entry = books.entries.get(generation) or Entry(report.world_size)
     if entry.structure and report.structure and entry.structure != report.structure:
         return abandoned(books, generation, "ranks snapshotted different trees, shapes or shardings")
+    entry = _compared(_told(entry, report))
+    books = replace(books, entries={**books.entries, generation: entry})
+    if books.reject_differing and (parts := entry.differing()):
+        return abandoned(books, generation, f"replicas of the parts {sorted(parts)} differ between ranks")
+    return books
+
+
+def _told(entry: Entry, report: Held) -> Entry:
+    """Adds a report to what is known."""
+    entry = entry.without(report.store, report.parts | report.damaged)
     holders = {part: entry.holders.get(part, NOWHERE) for part in entry.holders.keys() | report.announced}
     for part in report.parts:
         holders[part] = holders.get(part, NOWHERE) | {report.store}
-    entry = replace(entry, holders=holders, structure=entry.structure or report.structure)
-    return replace(books, entries={**books.entries, generation: entry})
+    digests = {part: {**entry.digests.get(part, {}), report.store: digest} for part, digest in report.digests.items()}
+    claims = {part: min(claim, entry.claims.get(part, claim)) for part, claim in report.claims.items()}
+    entry = replace(
+        entry,
+        holders=holders,
+        structure=entry.structure or report.structure,
+        digests={**entry.digests, **digests},
+        claims={**entry.claims, **claims},
+    )
+    return entry.repairable(dict.fromkeys(report.damaged, (report.store,)))
 
 
-def dropped(books: Books, store: str, generation: Generation, parts: Iterable[str]) -> Books:
-    """A store found that its copies of these parts are bad, or released them."""
+def _compared(entry: Entry) -> Entry:
+    """Copies that differ from what the lowest rank captured count as damaged."""
+    return entry.repairable(entry.differing())
+
+
+def dropped(books: Books, store: str, generation: Generation, parts: Collection[str]) -> Books:
+    """A store found that its copies of these parts are bad; it would take good ones."""
     entry = books.entries.get(generation)
     if entry is None:
         return books
-    gone = frozenset(parts)
-    holders = {part: stores - {store} if part in gone else stores for part, stores in entry.holders.items()}
-    return replace(books, entries={**books.entries, generation: replace(entry, holders=holders)})
+    entry = entry.without(store, parts).repairable(dict.fromkeys(parts, (store,)))
+    return replace(books, entries={**books.entries, generation: entry})
 
 
 def abandoned(books: Books, generation: Generation, reason: str) -> Books:

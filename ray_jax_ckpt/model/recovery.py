@@ -113,7 +113,11 @@ def plan_reads(wants: Sequence[Want], holders: Mapping[str, Sequence[str]], near
 
 
 def choose_push(
-    parts: Mapping[str, frozenset[str]], domains: Mapping[str, str], receivers: Mapping[str, str], wanted: int
+    parts: Mapping[str, frozenset[str]],
+    domains: Mapping[str, str],
+    receivers: Mapping[str, str],
+    wanted: int,
+    damaged: Mapping[str, frozenset[str]] | None = None,
 ) -> list[tuple[str, str, str]]:
     """Copies to make so that parts are again in `wanted` distinct failure domains, load spread over the receivers.
 
@@ -123,6 +127,7 @@ def choose_push(
             only copied from.
         receivers: Stores that may get copies, with their domains.
         wanted: Distinct domains wanted.
+        damaged: Stores that have lost a copy of a part and keep the room for it, per part: the first choice.
 
     Returns:
         (part, from store, to store) triples.
@@ -135,7 +140,8 @@ def choose_push(
             free = [name for name, domain in receivers.items() if domain not in covered]
             if not free:
                 break
-            target = min(free, key=lambda name: (loads[name], name))
+            broken = (damaged or {}).get(part, ())
+            target = min(free, key=lambda name: (name not in broken, loads[name], name))
             loads[target] += 1
             covered.add(receivers[target])
             pushes.append((part, min(stores), target))
