@@ -11,9 +11,9 @@ import numpy as np
 from ray_jax_ckpt.errors import StoreError
 from ray_jax_ckpt.memory.digest import digest
 from ray_jax_ckpt.memory.messages import RankIndex
-from ray_jax_ckpt.memory.pusher import PushJob
 from ray_jax_ckpt.memory.transfer import PartSpan, PushHeader
 from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.model.pushes import PushJob
 
 
 @dataclass

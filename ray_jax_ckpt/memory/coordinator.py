@@ -166,12 +166,11 @@ class Coordinator:
     async def latest(self) -> Generation | None:
         """The newest complete generation."""
         await self.open()
-        return next(iter(self._books.complete()), None)
+        return self._books.newest()
 
     async def must_wait(self) -> bool:
-        """Whether one was abandoned since the newest complete generation: busy ranks then wait instead of skipping."""
-        newest = next(iter(self._books.complete()), None)
-        return any(newest is None or generation > newest for generation in self._books.abandoned)
+        """Whether busy ranks wait instead of skipping. See `Books.must_wait`."""
+        return self._books.must_wait()
 
     async def wait(self, generation: Generation, status: Status, timeout_s: float) -> tuple[int, int]:
         """Waits until a generation is complete or protected.

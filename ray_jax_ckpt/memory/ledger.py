@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import ray
@@ -18,8 +18,8 @@ from ray_jax_ckpt.errors import RestoreError
 from ray_jax_ckpt.memory.messages import Group, Inventory, Located, Member, assemble_view
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S, Roster
 from ray_jax_ckpt.model import books as books_
+from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model.books import Books, Held
-from ray_jax_ckpt.model.recovery import choose_push
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 
@@ -49,7 +49,6 @@ class Ledger:
         self.changed = asyncio.Condition()
         self._config, self._record = config, record
         self._me = ray.get_runtime_context().current_actor
-        self._incarnations: dict[str, str] = {}
         self._early: dict[str, list[Held]] = {}
         self._forming = asyncio.Lock()
         self._settling: asyncio.TimerHandle | None = None
@@ -93,19 +92,18 @@ class Ledger:
             self.roster.forget(name)
             return
         self.roster.know(handle, inventory)
-        self._incarnations[name] = inventory.incarnation
         # The group's own view of a domain counts: the setting may have changed since the store was started.
         domain = next((m.domain for m in self.members if self.roster.name(m) == name), inventory.domain)
-        self.books = books_.store_joined(self.books, name, domain, inventory.attempt)
+        self.books = books_.store_joined(self.books, name, domain, inventory.attempt, inventory.incarnation)
         # What it reported between its answer and this line is not in the answer.
         for report in (*inventory.held, *self._early.pop(inventory.incarnation, ())):
             self.books = books_.held(self.books, report)
 
     async def report(self, report: Held) -> None:
-        """A store says what it holds. One of a store that died, and whose name another one has, counts for nothing."""
+        """A store says what it holds."""
         if report.store not in self.books.domains:
             self._early.setdefault(report.incarnation, []).append(report)
-        elif report.incarnation == self._incarnations.get(report.store):
+        else:
             known = self.books.abandoned
             self.books = books_.held(self.books, report)
             for generation in self.books.abandoned.keys() - known.keys():
@@ -116,7 +114,7 @@ class Ledger:
         """A store is dead, or does not answer and is left out."""
         self.roster.forget(name)
         self._missed.pop(name, None)
-        self._early.pop(self._incarnations.pop(name, ""), None)
+        self._early.pop(self.books.incarnations.get(name, ""), None)
         if name in self.books.domains:
             self.books = (books_.store_died if dead else books_.store_lost)(self.books, name)
             self._record("store_lost", store=name, dead=dead)
@@ -139,11 +137,11 @@ class Ledger:
             lambda store: store.inventory.remote(self._me, attempt),
             handles,
             timeout_s=self._config.timeout_s,
-            enough=lambda answers: self._do_without(handles.keys() - answers.keys(), dead),
+            enough=lambda answers: self.books.does_without(handles.keys() - answers.keys() - dead, dead),
             dead=dead,
         )
         silent = handles.keys() - inventories.keys() - dead
-        if not self._do_without(silent, dead):
+        if not self.books.does_without(silent, dead):
             raise RestoreError(
                 f"Stores {sorted(silent)} live but have not answered within {self._config.timeout_s:g} s, and without "
                 "them less, or nothing, could be restored. Raise SnapshotConfig.timeout_s if they are only slow."
@@ -152,16 +150,6 @@ class Ledger:
             self.lose(name, dead=name in dead)
         for name, inventory in inventories.items():
             self.adopt(handles[name], inventory)
-
-    def _do_without(self, missing: Iterable[str], dead: Iterable[str]) -> bool:
-        """Whether what is restored is the same with and without stores that have not answered."""
-        base = self.books
-        for name in dead:
-            base = books_.store_lost(base, name)
-        rest = base
-        for name in missing:
-            rest = books_.store_lost(rest, name)
-        return base.complete()[:1] == rest.complete()[:1]
 
     async def replace(self, member: Member) -> ActorHandle:
         """A member's store, which seemed dead to its worker: the same if it answers, else a new one."""
@@ -196,7 +184,7 @@ class Ledger:
             group = Group(attempt, {ranks[name]: inventory.address for name, inventory in answers.items()})
             handles = {name: self.roster.handles[name] for name in answers if name in self.roster.handles}
             await self.roster.ask(lambda store: store.join_group.remote(group), handles)
-        newest = next(iter(self.books.complete()), None)
+        newest = self.books.newest()
         if replaced or (newest is not None and newest.attempt < attempt):
             self.restore_copies()
         await self.notify()
@@ -210,7 +198,7 @@ class Ledger:
             if attempt != self.books.attempt:
                 break
             for name, inventory in answers.items():
-                if self._incarnations.get(name) != inventory.incarnation:
+                if self.books.incarnations.get(name) != inventory.incarnation:
                     self.adopt(handles[name], inventory)
             silent = members.keys() - answers.keys()
             if not silent:
@@ -264,8 +252,8 @@ class Ledger:
 
     def _restore_overdue(self) -> None:
         """Makes up for pushes that gave up: with too few copies, the newest generation would free nothing for ever."""
-        newest = next(iter(self.books.complete()), None)
-        if newest is None or not self.books.undercovered(newest):
+        newest = pushes.lacking(self.books)
+        if newest is None:
             self._lacking = None
         elif self._lacking is None or self._lacking[0] != newest:
             self._lacking = (newest, time.monotonic())
@@ -275,17 +263,10 @@ class Ledger:
 
     def restore_copies(self) -> None:
         """Has the newest complete generation copied to as many domains as there should be."""
-        newest = next(iter(self.books.complete()), None)
-        if newest is None:
-            return
-        books, jobs = self.books, {}
-        plan = choose_push(books.undercovered(newest), books.lasting(), books.receivers(), books.wanted())
-        for part, source, target in plan:
-            jobs.setdefault((source, target), []).append(part)
-        for (source, target), parts in jobs.items():
-            handle, address = self.roster.handles.get(source), self.roster.addresses.get(target)
+        for copies in pushes.copies_due(self.books):
+            handle, address = self.roster.handles.get(copies.source), self.roster.addresses.get(copies.target)
             if handle is not None and address is not None:
-                handle.push.remote(newest, tuple(parts), target, address)
+                handle.push.remote(copies.generation, copies.parts, copies.target, address)
 
     def _settle(self) -> None:
         """Tells the stores which generations are free, and ends stores that nobody needs any more."""

@@ -14,16 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 from ray.actor import ActorHandle
 
-from ray_jax_ckpt.errors import SnapshotLostError, StaleAttemptError, StoreError
+from ray_jax_ckpt.errors import SnapshotLostError, StoreError
 from ray_jax_ckpt.memory.arena import process_alive, process_start_time
 from ray_jax_ckpt.memory.content import Content, push_message
 from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, RankIndex, StoreView
-from ray_jax_ckpt.memory.pusher import Pusher, PushJob
+from ray_jax_ckpt.memory.pusher import Pusher
 from ray_jax_ckpt.memory.shelf import Shelf
 from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader
+from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model import slots as slots_
 from ray_jax_ckpt.model.books import Held
 from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.model.pushes import PushJob
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 
@@ -238,13 +240,8 @@ class ReplicaStore:
             self._coordinator.held.remote(report)
 
     def _push_own(self, index: Index) -> None:
-        by_rank: dict[int, list[str]] = {}
-        for part in index.layout.parts:
-            for rank in part.targets if part.pushed else ():
-                by_rank.setdefault(rank, []).append(part.id)
-        for rank, parts in by_rank.items():
-            attempt = index.generation.attempt
-            self._pusher.enqueue(PushJob(index.generation, tuple(parts), attempt, f"rank {rank}", rank=rank))
+        for job in pushes.own_jobs(index.generation, index.layout.parts):
+            self._pusher.enqueue(job)
 
     def _send(self, job: PushJob) -> None:
         """One push, in a thread of the pusher. The lease keeps its bytes from being reused half way."""
@@ -267,14 +264,7 @@ class ReplicaStore:
                 lambda: self._group is not None and self._group.attempt >= job.attempt, self._options.timeout_s
             )
             group = self._group
-        if group is None or group.attempt < job.attempt:
-            raise StoreError(f"{self._options.name} was not told the peers of attempt {job.attempt}.")
-        if group.attempt > job.attempt:
-            raise StaleAttemptError(f"Attempt {job.attempt} has been replaced by {group.attempt}.")
-        address = group.addresses.get(-1 if job.rank is None else job.rank)
-        if address is None:
-            raise StoreError(f"Rank {job.rank} has no store in attempt {job.attempt}.")
-        return address
+        return pushes.receiver(job, group.attempt if group else None, group.addresses if group else {})
 
     def _materialize(self, job: PushJob) -> tuple[PushHeader, list[memoryview]]:
         """Header and bytes of a push, looked up when it is its turn."""

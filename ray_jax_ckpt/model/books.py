@@ -127,6 +127,7 @@ class Books:
             they hold is as good as lost: it is copied elsewhere, and they get nothing new.
         entries: By generation.
         decided: The attempt that chose last what to restore, and its choice.
+        incarnations: Which of the stores that have had a name is the living one.
         abandoned: Generations that can never be restored, and why; forgotten once a newer one is complete.
         reject_differing: Whether a generation is abandoned when ranks captured replicas that differ. Else what the
             lowest rank captured counts, and the others are as good as damaged.
@@ -140,6 +141,7 @@ class Books:
     entries: Mapping[Generation, Entry] = field(default_factory=dict)
     decided: tuple[int, Generation | None] | None = None
     abandoned: Mapping[Generation, str] = field(default_factory=dict)
+    incarnations: Mapping[str, str] = field(default_factory=dict)
     reject_differing: bool = False
 
     # What follows from them.
@@ -203,6 +205,28 @@ class Books:
         usable = (Status.COMPLETE, Status.PROTECTED)
         return sorted((g for g in self.entries if self.status(g) in usable), reverse=True)
 
+    def newest(self) -> Generation | None:
+        """What would be restored now."""
+        return next(iter(self.complete()), None)
+
+    def must_wait(self) -> bool:
+        """Whether one was abandoned since the newest complete generation: busy ranks then wait instead of skipping.
+
+        Else ranks that skip in turns would abandon every generation.
+        """
+        newest = self.newest()
+        return any(newest is None or generation > newest for generation in self.abandoned)
+
+    def does_without(self, silent: Iterable[str], dead: Iterable[str]) -> bool:
+        """Whether what is restored is the same with and without stores that live and do not answer."""
+        base = self
+        for name in dead:
+            base = store_lost(base, name)
+        rest = base
+        for name in silent:
+            rest = store_lost(rest, name)
+        return base.newest() == rest.newest()
+
     def replaces(self, newer: Generation, older: Generation) -> bool:
         """Whether `newer` is complete and survives every loss of domains that `older` survives.
 
@@ -247,10 +271,15 @@ class Books:
 # Transitions.
 
 
-def store_joined(books: Books, store: str, domain: str, attempt: int = 0) -> Books:
+def store_joined(books: Books, store: str, domain: str, attempt: int = 0, incarnation: str = "") -> Books:
     """A store is up (again) and has seen `attempt`; what it holds follows in its reports."""
     books = store_lost(books, store)
-    return replace(books, domains={**books.domains, store: domain}, attempt=max(books.attempt, attempt))
+    return replace(
+        books,
+        domains={**books.domains, store: domain},
+        incarnations={**books.incarnations, store: incarnation},
+        attempt=max(books.attempt, attempt),
+    )
 
 
 def group_formed(books: Books, attempt: int, stores: Iterable[str]) -> Books:
@@ -266,7 +295,8 @@ def store_lost(books: Books, store: str) -> Books:
         if any(entry.holders.values()):
             entries[generation] = entry
     domains = {name: domain for name, domain in books.domains.items() if name != store}
-    return replace(books, domains=domains, entries=entries)
+    incarnations = {name: one for name, one in books.incarnations.items() if name != store}
+    return replace(books, domains=domains, incarnations=incarnations, entries=entries)
 
 
 def store_died(books: Books, store: str) -> Books:
@@ -287,9 +317,12 @@ def draining(books: Books, stores: Iterable[str]) -> Books:
 
 
 def held(books: Books, report: Held) -> Books:
-    """A store holds parts. Ranks that report different structures make the generation unusable, and it says so."""
+    """A store holds parts. Ranks that report different structures make the generation unusable, and it says so.
+
+    A report of a store that died, and whose name another one has, counts for nothing.
+    """
     generation = report.generation
-    if generation.attempt > books.attempt or report.store not in books.domains:
+    if generation.attempt > books.attempt or report.incarnation != books.incarnations.get(report.store):
         return books
     if books.decided is not None and books.decided[0] == books.attempt and generation.attempt < books.attempt:
         choice = books.decided[1]
@@ -347,7 +380,7 @@ def released(books: Books, generations: Iterable[Generation]) -> Books:
     """The stores were told to free these."""
     gone = set(generations)
     books = replace(books, entries={g: entry for g, entry in books.entries.items() if g not in gone})
-    newest = next(iter(books.complete()), None)
+    newest = books.newest()
     kept = {g: reason for g, reason in books.abandoned.items() if newest is None or g > newest or g in books.entries}
     return replace(books, abandoned=kept)
 
@@ -357,7 +390,7 @@ def attempt_started(books: Books, attempt: int) -> tuple[Books, Generation | Non
 
     Older ones stay until a better covered newer one replaces them: what was chosen may have a single copy left.
     """
-    choice = next(iter(books.complete()), None)
+    choice = books.newest()
     books = replace(books, attempt=max(books.attempt, attempt), decided=(attempt, choice))
     for generation in books.entries:
         if generation.attempt < attempt and (choice is None or generation > choice):
