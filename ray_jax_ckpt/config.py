@@ -15,6 +15,8 @@ class SnapshotConfig(BaseModel):
         copies: Copies of every shard, each in another failure domain. 1 survives the death of worker processes, 2 also
             that of a node (or of one whole failure domain).
         max_bytes: Upper limit, per node, of the memory that stores and staging may take. None: what the node has.
+        max_data_bytes: Upper limit of what one process's `data` may take, files of objects that save themselves as
+            files included. Larger ones are refused.
         on_busy: What a due snapshot does while the previous one still occupies the pipeline: "wait" blocks the training
             thread (at most `timeout_s`), "skip" returns None. After a skipped one every rank waits until a generation
             is complete again, so that ranks skipping in turns cannot starve the run of snapshots.
@@ -34,6 +36,7 @@ class SnapshotConfig(BaseModel):
     every_n_steps: int = Field(default=10, ge=1)
     copies: int = Field(default=2, ge=1)
     max_bytes: int | None = Field(default=None, gt=0)
+    max_data_bytes: int = Field(default=2**28, gt=0)
     on_busy: Literal["wait", "skip"] = "wait"
     timeout_s: float = Field(default=120.0, gt=0)
     verify: bool = True

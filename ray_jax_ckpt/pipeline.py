@@ -17,12 +17,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_jax_ckpt.arrays.plan import Captured
+from ray_jax_ckpt.data_state import DataCapture, DataRoom, write_blobs
 from ray_jax_ckpt.errors import CheckpointError, SnapshotError, SnapshotTimeoutError, StoreError
 from ray_jax_ckpt.memory.arena import Mapping, open_segment
 from ray_jax_ckpt.memory.digest import copy_and_digest
 from ray_jax_ckpt.memory.messages import Grant
 from ray_jax_ckpt.memory.store import writer_identity
-from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.model.index import Index, Layout
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 
@@ -43,8 +44,9 @@ class Job:
 
     generation: Generation
     captured: Captured
-    data: Any
+    data: DataCapture
     metrics: dict[str, Any]
+    placed: tuple[Layout, list[int]] | None = None
     grant: Grant | None = None
     lease: Lease | None = None
     started: float = field(default_factory=time.monotonic)
@@ -56,6 +58,7 @@ class Pipeline:
     Args:
         store: The rank's store.
         replace_store: Returns a new store when the old one died.
+        room: For what of `data` does not fit into the index.
         attempt: The group's.
         verify: Whether items are digested.
         timeout_s: Bound of the wait for a buffer.
@@ -66,13 +69,14 @@ class Pipeline:
         self,
         store: ActorHandle,
         replace_store: Callable[[], ActorHandle],
+        room: DataRoom,
         *,
         attempt: int,
         verify: bool,
         timeout_s: float,
         failed: Callable[[Generation, str], None],
     ) -> None:
-        self._store, self._replace_store = store, replace_store
+        self._store, self._replace_store, self._room = store, replace_store, room
         self._attempt, self._timeout_s, self._failed = attempt, timeout_s, failed
         self._copy = functools.partial(copy_and_digest, verify=verify)
         self._writer = writer_identity()
@@ -119,6 +123,7 @@ class Pipeline:
             CheckpointError: There is none in time, or the store refused.
         """
         job.lease = lease
+        self._place(job)
         job.grant = self._with_store(lambda: self._begin(job, timeout_s))
 
     def lease(self, lease: Lease, timeout_s: float) -> None:
@@ -151,10 +156,18 @@ class Pipeline:
     def _attempt_job(self, job: Job) -> BaseException | None:
         """Stores a job. Never raises: the thread must go on."""
         try:
+            self._place(job)
             self._with_store(lambda: self._store_job(job))
         except Exception as error:
             return error
         return None
+
+    def _place(self, job: Job) -> tuple[Layout, list[int]]:
+        """Where everything goes: known when the process's `data` is complete, once for each job."""
+        if job.placed is None:
+            job.data.finish()
+            job.placed = self._room.place(job.captured.plan.layout, job.data.blobs)
+        return job.placed
 
     def _with_store(self, action: Callable[[], Result]) -> Result:
         """Performs an action, once more with a new store if the first one died. Raises what the store raised."""
@@ -185,7 +198,7 @@ class Pipeline:
 
     def _begin(self, job: Job, timeout_s: float) -> Grant:
         """A buffer for a job, leased if the job is to be kept."""
-        store, num_bytes = self._store, job.captured.plan.layout.num_bytes
+        store, num_bytes = self._store, self._place(job)[0].num_bytes
         ref = store.begin.remote(self._attempt, job.generation, num_bytes, self._writer, timeout_s)
         try:
             grant: Any = ray.get(ref, timeout=timeout_s + GRACE_S)
@@ -202,10 +215,11 @@ class Pipeline:
         # A grant of a store that died since is of no use for the next one.
         grant, job.grant = job.grant or self._begin(job, self._timeout_s), None
         try:
-            mapping = self._mapping(grant)
-            digests = job.captured.write(mapping.view(), self._copy)
-            layout, metrics = job.captured.plan.layout, _numbers(job)
-            index = Index(job.generation, layout, digests, job.captured.values, job.data, metrics)
+            buffer, (layout, offsets) = self._mapping(grant).view(), self._place(job)
+            digests = job.captured.write(buffer, self._copy)
+            blobs = write_blobs(buffer, layout, job.data.blobs, offsets, self._copy)
+            values, data = job.captured.values, job.data.encoded
+            index = Index(job.generation, layout, digests, values, data, _numbers(job), blobs)
             ref = self._store.commit.remote(self._attempt, grant.slot, index.to_bytes())
             ray.get(ref, timeout=self._timeout_s + GRACE_S)
         except BaseException:

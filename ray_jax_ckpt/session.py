@@ -15,11 +15,11 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ray_jax_ckpt import _ray_compat
 from ray_jax_ckpt.arrays.plan import Plan, Planner, Topology, capture
-from ray_jax_ckpt.arrays.tree import encode_value, flatten
+from ray_jax_ckpt.arrays.tree import flatten
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint
+from ray_jax_ckpt.data_state import DataCapture, DataRoom
 from ray_jax_ckpt.errors import (
     CheckpointError,
-    DataStateError,
     MemoryLimitError,
     NoSessionError,
     SnapshotError,
@@ -49,10 +49,12 @@ class Session:
         self._leased: Generation | None = None
         self._last_step: int | None = None
         self._planner: Planner | None = None
-        self._checked: Plan | None = None
+        self._checked: tuple[Plan, int] | None = None
+        self._room = DataRoom()
         self._pipeline = Pipeline(
             decision.stores[rank],
             lambda: self.ask(self.coordinator.replace_store.remote(rank, decision.attempt)),
+            self._room,
             attempt=decision.attempt,
             verify=wiring.config.verify,
             timeout_s=wiring.config.timeout_s,
@@ -86,17 +88,22 @@ class Session:
         if planner is None:
             return None
         plan = planner.plan(flat)
-        self._check_memory(plan)
-        data_state = _data_state(data)
-        if not self._make_way(generation, force, timeout_s):
-            return None
-        handle = SnapshotCheckpoint(generation, metrics)
-        job = Job(generation, capture(plan, flat), data_state, handle.metrics)
-        if force:
-            # Last, so that whatever else fails before leaves no reserved buffer behind.
-            self._reserve(job, timeout_s)
-            self._keep(handle)
-        self._pipeline.submit(job)
+        data_state = DataCapture(data, self.config.max_data_bytes)
+        try:
+            self._check_memory(plan, data_state.num_bytes)
+            if not self._make_way(generation, force, timeout_s):
+                return None
+            handle = SnapshotCheckpoint(generation, metrics)
+            job = Job(generation, capture(plan, flat), data_state, handle.metrics)
+            if force:
+                # Last, so that whatever else fails before leaves no reserved buffer behind.
+                self._reserve(job, timeout_s)
+                self._keep(handle)
+            self._pipeline.submit(job)
+            data_state = None
+        finally:
+            if data_state is not None:
+                data_state.discard()
         self.committed_any, self._last_step, self._handle = True, step, handle
         return handle
 
@@ -212,13 +219,18 @@ class Session:
     def _abandon(self, generation: Generation, reason: str) -> None:
         self.coordinator.abandon.remote(generation, reason)
 
-    def _check_memory(self, plan: Plan) -> None:
+    def _check_memory(self, plan: Plan, data_bytes: int) -> None:
         """What all stores on this node will hold, compared with what it may take. Once per tree structure."""
-        if plan is self._checked:
+        self._room.grow(data_bytes)
+        if self._checked == (plan, self._room.num_bytes):
             return
         ranks = [member.rank for member in self.decision.members if member.node_id == self.node_id]
         own, peer = (sum(plan.stored[rank][side] for rank in ranks) for side in (0, 1))
-        staging = sum(plan.stored[rank][0] for rank in ranks)
+        # Every rank's `data` is taken to be as large as this one's.
+        own += len(ranks) * self._room.num_bytes
+        domains = len({member.domain for member in self.decision.members})
+        peer += len(ranks) * self._room.num_bytes * (min(self.config.copies, domains) - 1)
+        staging = sum(plan.stored[rank][0] + self._room.num_bytes for rank in ranks)
         total = BUFFERS * (own + peer) + staging
         text = (
             f"Snapshots take {_gb(total)} on this node ({len(ranks)} workers): {BUFFERS} x {_gb(own)} of its own "
@@ -235,7 +247,7 @@ class Session:
                     f"{text}; {name} allows {_gb(limit)}. Use fewer copies (now {self.config.copies}), more nodes, "
                     "or a larger SnapshotConfig.max_bytes."
                 )
-        self._checked = plan
+        self._checked = plan, self._room.num_bytes
 
     def _held_bytes(self, rank: int) -> int:
         try:
@@ -312,20 +324,6 @@ def current() -> Session:
         "JaxTrainer runs, with at least one worker (num_workers=0 runs without a controller), and add "
         "RunConfig(callbacks=[ray_jax_ckpt.CheckpointManager()])."
     )
-
-
-def _data_state(data: Any) -> Any:
-    """Per-process state as JSON, taken now."""
-    if data is None:
-        return None
-    get_state = getattr(data, "get_state", None)
-    try:
-        return encode_value(get_state() if callable(get_state) else data)
-    except (CheckpointError, TypeError) as error:
-        raise DataStateError(
-            f"data= of type {type(data).__name__} cannot be saved: {error} Give an object with get_state() and "
-            "set_state() whose state is made of numbers, strings, bytes, small arrays, lists and dictionaries."
-        ) from error
 
 
 def _lease_of(generation: Generation) -> Lease:

@@ -11,9 +11,9 @@ from typing import Any
 import ray.train
 
 from ray_jax_ckpt.arrays.assemble import Assembler, Options
-from ray_jax_ckpt.arrays.tree import decode_value
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint, undecided
-from ray_jax_ckpt.errors import ConfigError, DataStateError, NotSupportedError
+from ray_jax_ckpt.data_state import Reshard, decode_states, put_back, reshard
+from ray_jax_ckpt.errors import ConfigError, NotSupportedError
 from ray_jax_ckpt.memory.messages import Located
 from ray_jax_ckpt.memory.reader import Reader
 from ray_jax_ckpt.model.books import Status
@@ -28,7 +28,8 @@ class Restored:
     Attributes:
         state: The state, in the template's structure.
         step: The step it was snapshotted at; training goes on at the next.
-        data: This rank's `data` state as it was saved, or None.
+        data: This rank's `data` state as it was saved; with another number of processes than saved it, what it was
+            resharded to, or None if nothing was.
         data_by_rank: Every rank's, of the group that took the snapshot.
         metrics: This rank's metrics, as numbers.
         source: The slowest tier that bytes came from: "memory:local" or "memory:peer".
@@ -62,7 +63,10 @@ def snapshot(
         state: Any pytree: arrays, PRNG keys, numpy arrays, numbers, strings, None. Arrays that span processes are
             stored once per shard; what a process of several has to itself (host values, its own arrays) is kept per
             rank.
-        data: This process's own state, such as its data iterator: an object with `get_state`, or plain values.
+        data: This process's own state, such as its data iterator: an object with `get_state` and `set_state`, one that
+            saves files (Orbax's `StatefulCheckpointable`; its background part runs in the background), or plain values
+            (numbers, strings, bytes, None, numpy arrays); or a dict, list or tuple of these, nested too. At most
+            `SnapshotConfig.max_data_bytes`.
         metrics: Numbers or scalar arrays; fetched from the devices in the background.
         force: Take it although no `every_n_steps` is due, and keep it until the handle is collected.
         timeout_s: Bound of waiting for the previous snapshot and for a buffer. None: `SnapshotConfig.timeout_s`.
@@ -90,6 +94,7 @@ def restore(
     partial: bool = False,
     cast: bool = False,
     shardings: Any = None,
+    reshard_data: Reshard | None = None,
     timeout_s: float | None = None,
 ) -> Restored:
     """Brings a snapshot back, on any mesh. All ranks call it; it returns when all have restored the same one.
@@ -98,18 +103,27 @@ def restore(
         checkpoint: What `ray.train.get_checkpoint()` returned, or a handle of `snapshot` (waits until it is complete).
         abstract_state: A tree of arrays or `jax.ShapeDtypeStruct`s with shardings; their mesh and the number of
             processes may differ from those of the snapshot. None gives numpy arrays in dictionaries and lists.
-        data: An object whose `set_state` gets this rank's saved `data`.
+        data: What gets this rank's saved `data` back: the object, or the dict, list or tuple of objects, that
+            `snapshot` was given, or its like. An object gets its state by `set_state`, or loads its files. With another
+            number of processes than saved it, every object has to say how its state is resharded: by a method
+            `reshard_state(states, *, rank, world_size)`, with the contract of `reshard_data`. Plain values beside
+            them have to be equal on all ranks then.
         partial: The template may lack leaves that the snapshot has.
         cast: Arrays may be converted to the template's dtype.
         shardings: A sharding for all leaves, or a tree of them (a prefix of the template) that counts against the
             template's.
+        reshard_data: Called by every rank if another number of processes saved the snapshot, and only then, as
+            `reshard_data(states, rank=..., world_size=...)`: the saved `data` of every rank that gave any, by its rank
+            (the same on all ranks; an object's state is what its `get_state` returned, or its files as a dict of path
+            and bytes), and who this process is in the new group. Returns this rank's: `data` gets it put back, and it
+            is `Restored.data`. It has to see to it that the ranks together go on where those that saved were.
         timeout_s: Bound of each wait: for completeness, for transfers, for other ranks. None:
             `SnapshotConfig.timeout_s`.
 
     Raises:
         TreeMismatchError: Template and snapshot differ: by path, both sides.
-        DataStateError: `data` cannot be put back, for one because the number of processes has changed (`data_by_rank`
-            of a restore without `data=` has every rank's).
+        DataStateError: `data` cannot be put back, for one because the number of processes has changed and nothing says
+            how to reshard it (`data_by_rank` of a restore without `data=` has every rank's).
         SnapshotLostError: Some part is on no living store.
         RestoreTimeoutError: Other ranks, or bytes, did not come in time.
         NotSupportedError: The checkpoint is not a snapshot of this package.
@@ -121,11 +135,12 @@ def restore(
     located = _locate(session, handle, bound)
     try:
         indices = [Index.from_bytes(raw) for raw in located.indices]
-        state, source = _read(session, located, indices, abstract_state, shardings, Options(partial, cast), bound)
-        states = {index.layout.rank: None if index.data is None else decode_value(index.data) for index in indices}
-        own = states.get(session.rank) if len(indices) == session.world_size else None
+        state, states, source = _read(
+            session, located, indices, abstract_state, shardings, Options(partial, cast), bound
+        )
+        own = _own_data(session, data, states, reshard_data)
         if data is not None:
-            _put_back(data, own, len(indices), session.world_size)
+            put_back(data, own)
         key = (session.rank, session.decision.attempt, session.restores + 1)
         session.ask(session.coordinator.confirm.remote(*key, handle.generation, bound), bound)
     except BaseException:
@@ -212,27 +227,19 @@ def _read(
     shardings: Any,
     options: Options,
     timeout_s: float,
-) -> tuple[Any, str]:
+) -> tuple[Any, dict[int, Any], str]:
     assembler = Assembler(indices, session.rank, session.world_size)
     secret, verify = session.decision.secret, session.config.verify
     with Reader(located, session.node_id, secret, verify=verify, timeout_s=timeout_s) as reader:
         state = assembler.restore(template, shardings, options, reader.fetch)
-    return state, "memory:peer" if reader.used_peers else "memory:local"
+        source = "memory:peer" if reader.used_peers else "memory:local"
+        return state, decode_states(indices, reader.fetch), source
 
 
-def _put_back(data: Any, saved: Any, saved_world_size: int, world_size: int) -> None:
-    set_state = getattr(data, "set_state", None)
-    if not callable(set_state):
-        raise DataStateError(
-            f"data= of type {type(data).__name__} has no set_state(). Leave data= away and take Restored.data."
-        )
-    if saved_world_size != world_size:
-        raise DataStateError(
-            f"data= was saved by {saved_world_size} processes and cannot be handed to {world_size}. Leave data= "
-            "away, and divide Restored.data_by_rank among them."
-        )
-    if saved is None:
-        raise DataStateError(
-            "The snapshot holds no data= of this rank. Leave data= away here, or give it to snapshot()."
-        )
-    set_state(saved)
+def _own_data(session: Session, data: Any, states: Mapping[int, Any], function: Reshard | None) -> Any:
+    """This rank's saved `data`; resharded, if there is something that does it, in a group of another size."""
+    if len(states) == session.world_size:
+        return states[session.rank]
+    if data is None and function is None:
+        return None
+    return reshard(data, states, session.rank, session.world_size, function)

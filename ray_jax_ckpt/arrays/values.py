@@ -7,7 +7,7 @@ import binascii
 import functools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (np.dtype("bfloat16") and its like exist only once this is imported)
@@ -21,6 +21,9 @@ VALUE_TYPES: tuple[type, ...] = (bool, int, float, complex, str, bytes)
 _TAG = "$"
 # JSON readers other than Python's keep numbers as doubles: larger integers go as text.
 _MAX_JSON_INT = 2**53
+# From this size on, in bytes, contents can be kept beside the JSON: as text they would cost a third more and be copied
+# with every copy of it.
+_MIN_BLOB_BYTES = 4096
 
 
 @functools.cache
@@ -43,77 +46,105 @@ def value_type_name(x: Any) -> str:
     return f"numpy.{dtype_name(x.dtype)}" if isinstance(x, np.generic) else type(x).__name__
 
 
-def encode_value(x: Any) -> Any:
+def encode_value(x: Any, *, blobs: list[bytes] | None = None, default: Callable[[Any, str], Any] | None = None) -> Any:
     """Encodes a value, or nested containers of values, as what strict JSON can hold.
 
     Takes None, bool, int of any size, float (every bit pattern), complex, str, bytes, numpy scalars and arrays of plain
     dtypes, and dict (str and int keys), list and tuple of these. Subclasses are refused: their class would be lost.
 
+    Args:
+        x: The value. What it holds is copied where it could change.
+        blobs: Gets large contents, which the result then refers to by position. None: they are in the result.
+        default: Encodes what is none of these, given it and its path, or raises.
+
     Raises:
         DataStateError: something else is in it; the message names its path.
     """
     try:
-        return _encode(x, "")
+        return _Encoder(blobs, default or _refuse).encode(x, "")
     except RecursionError:
         raise DataStateError("the value is nested too deeply, or contains itself.") from None
 
 
-def decode_value(j: Any) -> Any:
+def decode_value(j: Any, blobs: Sequence[Any] = ()) -> Any:
     """Decodes what `encode_value` made; values, types and bits are those that went in. Arrays are new and writable.
+
+    Args:
+        j: Parsed JSON.
+        blobs: What `encode_value` put beside it, as buffers of bytes.
 
     Raises:
         DataStateError: this is not what `encode_value` writes.
     """
     try:
-        return _decode(j)
+        return _decode(j, blobs)
     except (KeyError, TypeError, ValueError, IndexError, RecursionError, struct.error, binascii.Error) as error:
         raise DataStateError(f"damaged value ({type(error).__name__}: {error}): {j!r:.200}") from error
 
 
-def _encode(x: Any, path: str) -> Any:
-    if x is None or type(x) is bool:
-        return x
-    if isinstance(x, np.generic | np.ndarray):
-        return _encode_numpy(x, path)
-    if type(x) in _SCALARS:
-        return _SCALARS[type(x)](x)
-    if type(x) is list:
-        return [_encode(item, f"{path}[{i}]") for i, item in enumerate(x)]
-    if type(x) is tuple:
-        return {_TAG: "tuple", "v": [_encode(item, f"{path}[{i}]") for i, item in enumerate(x)]}
-    if type(x) is dict:
-        return _encode_dict(x, path)
+class _Encoder:
+    """See `encode_value`."""
+
+    def __init__(self, blobs: list[bytes] | None, default: Callable[[Any, str], Any]) -> None:
+        self._blobs, self._default = blobs, default
+
+    def encode(self, x: Any, path: str) -> Any:
+        if x is None or type(x) is bool:
+            return x
+        if isinstance(x, np.generic | np.ndarray):
+            return self._numpy(x, path)
+        if type(x) is bytes:
+            return {_TAG: "bytes", "v": self._content(x)}
+        if type(x) in _SCALARS:
+            return _SCALARS[type(x)](x)
+        if type(x) is list:
+            return [self.encode(item, f"{path}[{i}]") for i, item in enumerate(x)]
+        if type(x) is tuple:
+            return {_TAG: "tuple", "v": [self.encode(item, f"{path}[{i}]") for i, item in enumerate(x)]}
+        if type(x) is dict:
+            return self._dict(x, path)
+        return self._default(x, path)
+
+    def _dict(self, x: dict[Any, Any], path: str) -> Any:
+        for key in x:
+            if type(key) not in (str, int):
+                raise DataStateError(
+                    f"the dictionary at {path or '(the top)'} has the key {key!r}; keys must be str or int."
+                )
+        items = [(key, self.encode(item, f"{path}[{key!r}]")) for key, item in x.items()]
+        if _TAG not in x and all(isinstance(key, str) and not _has_surrogates(key) for key in x):
+            return dict(items)
+        return {_TAG: "dict", "v": [[self.encode(key, path), item] for key, item in items]}
+
+    def _numpy(self, x: np.generic | np.ndarray, path: str) -> Any:
+        if isinstance(x, np.ndarray) and type(x) not in (np.ndarray, np.memmap):
+            raise DataStateError(
+                f"the value at {path or '(the top)'} is a {type(x).__name__}; convert it with np.asarray."
+            )
+        if not is_plain_dtype(x.dtype):
+            raise DataStateError(f"the value at {path or '(the top)'} has dtype {x.dtype}, which cannot be saved.")
+        # As array elements these two would lose trailing NULs.
+        if isinstance(x, np.str_):
+            return {_TAG: "np.str", "v": _encode_str(x[:])}
+        if isinstance(x, np.bytes_):
+            return {_TAG: "np.bytes", "v": self._content(x[:])}
+        encoded = {_TAG: "np", "d": dtype_name(x.dtype), "v": self._content(x.tobytes())}
+        return encoded | ({"s": list(x.shape)} if isinstance(x, np.ndarray) else {})
+
+    def _content(self, x: bytes) -> str | int:
+        """The bytes as text, or the position where they are kept beside it."""
+        if self._blobs is None or len(x) < _MIN_BLOB_BYTES:
+            return base64.b64encode(x).decode("ascii")
+        self._blobs.append(x)
+        return len(self._blobs) - 1
+
+
+def _refuse(x: Any, path: str) -> Any:
     kind = f"{type(x).__module__}.{type(x).__qualname__}"
     raise DataStateError(
         f"the value at {path or '(the top)'} is a {kind}, which cannot be saved. Use numbers, strings, bytes, numpy "
         "arrays, and dict, list or tuple of these."
     )
-
-
-def _encode_dict(x: dict[Any, Any], path: str) -> Any:
-    for key in x:
-        if type(key) not in (str, int):
-            raise DataStateError(
-                f"the dictionary at {path or '(the top)'} has the key {key!r}; keys must be str or int."
-            )
-    items = [(key, _encode(item, f"{path}[{key!r}]")) for key, item in x.items()]
-    if _TAG not in x and all(isinstance(key, str) and not _has_surrogates(key) for key in x):
-        return dict(items)
-    return {_TAG: "dict", "v": [[_encode(key, path), item] for key, item in items]}
-
-
-def _encode_numpy(x: np.generic | np.ndarray, path: str) -> Any:
-    if isinstance(x, np.ndarray) and type(x) not in (np.ndarray, np.memmap):
-        raise DataStateError(f"the value at {path or '(the top)'} is a {type(x).__name__}; convert it with np.asarray.")
-    if not is_plain_dtype(x.dtype):
-        raise DataStateError(f"the value at {path or '(the top)'} has dtype {x.dtype}, which cannot be saved.")
-    # As array elements these two would lose trailing NULs.
-    if isinstance(x, np.str_):
-        return {_TAG: "np.str", "v": _encode_str(x[:])}
-    if isinstance(x, np.bytes_):
-        return {_TAG: "np.bytes", "v": _to_text(x[:])}
-    encoded = {_TAG: "np", "d": dtype_name(x.dtype), "v": _to_text(x.tobytes())}
-    return encoded | ({"s": list(x.shape)} if isinstance(x, np.ndarray) else {})
 
 
 def _encode_int(x: int) -> Any:
@@ -131,11 +162,9 @@ def _encode_complex(x: complex) -> Any:
 
 def _encode_str(x: str) -> Any:
     # Two lone surrogates would come back from JSON as the one character that they spell.
-    return {_TAG: "str", "v": _to_text(x.encode("utf-8", "surrogatepass"))} if _has_surrogates(x) else x
-
-
-def _encode_bytes(x: bytes) -> Any:
-    return {_TAG: "bytes", "v": _to_text(x)}
+    return (
+        {_TAG: "str", "v": base64.b64encode(x.encode("utf-8", "surrogatepass")).decode()} if _has_surrogates(x) else x
+    )
 
 
 _SCALARS: dict[type, Callable[[Any], Any]] = {
@@ -143,7 +172,6 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
     float: _encode_float,
     complex: _encode_complex,
     str: _encode_str,
-    bytes: _encode_bytes,
 }
 
 
@@ -151,56 +179,58 @@ def _has_surrogates(x: str) -> bool:
     return not x.isascii() and any("\ud800" <= c <= "\udfff" for c in x)
 
 
-def _to_text(x: bytes) -> str:
-    return base64.b64encode(x).decode("ascii")
+def _from_content(x: Any, blobs: Sequence[Any]) -> Any:
+    return base64.b64decode(x, validate=True) if isinstance(x, str) else blobs[_position(x)]
 
 
-def _from_text(x: str) -> bytes:
-    return base64.b64decode(x, validate=True)
+def _position(x: Any) -> int:
+    if type(x) is not int or x < 0:
+        raise ValueError(f"{x!r} is no position")
+    return x
 
 
-def _decode(j: Any) -> Any:
+def _decode(j: Any, blobs: Sequence[Any]) -> Any:
     if j is None or isinstance(j, bool | int | float | str):
         return j
     if isinstance(j, list):
-        return [_decode(item) for item in j]
+        return [_decode(item, blobs) for item in j]
     if not isinstance(j, dict):
         raise TypeError(f"{type(j).__name__} is not JSON")
     if _TAG not in j:
-        return {key: _decode(item) for key, item in j.items()}
-    return _decode_tagged(j[_TAG], j)
+        return {key: _decode(item, blobs) for key, item in j.items()}
+    return _decode_tagged(j[_TAG], j, blobs)
 
 
-def _decode_tagged(tag: Any, j: dict[str, Any]) -> Any:
+def _decode_tagged(tag: Any, j: dict[str, Any], blobs: Sequence[Any]) -> Any:
     if tag == "np":
-        return _decode_numpy(j)
+        return _decode_numpy(j, blobs)
     if tag not in _DECODERS:
         raise ValueError(f"unknown tag {tag!r}")
-    return _DECODERS[tag](j["v"])
+    return _DECODERS[tag](j["v"], blobs)
 
 
-def _decode_complex(content: Any) -> complex:
+def _decode_complex(content: Any, _: Any) -> complex:
     return complex(*struct.unpack("<dd", bytes.fromhex(content)))
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda content: tuple(_decode(item) for item in content),
-    "dict": lambda content: {_decode(key): _decode(item) for key, item in content},
-    "int": lambda content: int(content, 16),
-    "float": lambda content: struct.unpack("<d", bytes.fromhex(content))[0],
+_DECODERS: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
+    "tuple": lambda content, blobs: tuple(_decode(item, blobs) for item in content),
+    "dict": lambda content, blobs: {_decode(key, blobs): _decode(item, blobs) for key, item in content},
+    "int": lambda content, _: int(content, 16),
+    "float": lambda content, _: struct.unpack("<d", bytes.fromhex(content))[0],
     "complex": _decode_complex,
-    "str": lambda content: _from_text(content).decode("utf-8", "surrogatepass"),
-    "bytes": lambda content: _from_text(content),
-    "np.str": lambda content: np.str_(_decode(content)),
-    "np.bytes": lambda content: np.bytes_(_from_text(content)),
+    "str": lambda content, _: base64.b64decode(content, validate=True).decode("utf-8", "surrogatepass"),
+    "bytes": lambda content, blobs: bytes(_from_content(content, blobs)),
+    "np.str": lambda content, blobs: np.str_(_decode(content, blobs)),
+    "np.bytes": lambda content, blobs: np.bytes_(bytes(_from_content(content, blobs))),
 }
 
 
-def _decode_numpy(j: dict[str, Any]) -> Any:
+def _decode_numpy(j: dict[str, Any], blobs: Sequence[Any]) -> Any:
     dtype = np.dtype(j["d"])
     if not is_plain_dtype(dtype):
         raise ValueError(f"dtype {dtype} is not allowed")
-    content = _from_text(j["v"])
+    content = _from_content(j["v"], blobs)
     shape = tuple(j.get("s", ()))
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"shape {shape} is not allowed")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ray_jax_ckpt.model.placement import host_part_id
 from ray_jax_ckpt.model.shards import Box, Generation
 
 ALIGNMENT = 64
@@ -67,6 +68,19 @@ class Layout:
         """Size of the buffer."""
         return max((part.offset + part.num_bytes for part in self.parts), default=0)
 
+    @property
+    def host_part(self) -> PartLayout:
+        """The part with what is this rank's own."""
+        return next(part for part in self.parts if part.id == host_part_id(self.rank))
+
+    def with_room(self, num_bytes: int) -> Layout:
+        """The same with so many more bytes at the end of the host part, which is the last in the buffer."""
+        host = self.host_part
+        if host.offset + host.num_bytes != self.num_bytes:
+            raise ValueError(f"Behind part {host.id} there is another one.")
+        wider = replace(host, num_bytes=align(host.num_bytes) + num_bytes)
+        return replace(self, parts=tuple(wider if part is host else part for part in self.parts))
+
     @cached_property
     def encoded(self) -> bytes:
         """JSON of this layout."""
@@ -106,6 +120,8 @@ class Index:
         values: Encoded host values by leaf number.
         data: Encoded per-process `data`, or None if the rank gave none.
         metrics: Of this rank.
+        blobs: Large contents of `data`, which lie in the host part behind its items: (offset in the part, bytes,
+            digest) each.
     """
 
     generation: Generation
@@ -114,6 +130,7 @@ class Index:
     values: Mapping[int, Any] = field(default_factory=dict, repr=False)
     data: Any = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    blobs: Sequence[tuple[int, int, str]] = field(default=(), repr=False)
 
     def to_bytes(self) -> bytes:
         """JSON; the layout's own encoding is reused."""
@@ -123,6 +140,7 @@ class Index:
             "values": list(self.values.items()),
             "data": self.data,
             "metrics": self.metrics,
+            "blobs": self.blobs,
         }
         return b'{"layout":' + self.layout.encoded + b',"contents":' + json.dumps(contents).encode() + b"}"
 
@@ -139,13 +157,16 @@ class Index:
                 {int(leaf): value for leaf, value in contents["values"]},
                 contents["data"],
                 contents["metrics"],
+                tuple((offset, size, digest) for offset, size, digest in contents["blobs"]),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"Not the index of a snapshot: {error!r}") from error
 
     def checks(self, part: PartLayout) -> Iterable[tuple[int, int, str]]:
-        """(offset in the part, length, digest) of every item."""
-        return ((i.offset, i.num_bytes, d) for i, d in zip(part.items, self.digests[part.id], strict=True))
+        """(offset in the part, length, digest) of everything in it."""
+        yield from ((i.offset, i.num_bytes, d) for i, d in zip(part.items, self.digests[part.id], strict=True))
+        if part.id == host_part_id(self.layout.rank):
+            yield from self.blobs
 
 
 def align(num_bytes: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 import threading
 import types
 import warnings
@@ -15,6 +17,7 @@ import psutil
 import pyarrow.fs
 import pytest
 import ray
+import ray.data
 import ray.train
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,6 +38,7 @@ from ray_jax_ckpt.errors import (
     UnsupportedLeafError,
 )
 from ray_jax_ckpt.memory import fleet
+from ray_jax_ckpt.memory.arena import open_segment
 from ray_jax_ckpt.model.shards import Generation
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "fsdp"))
@@ -296,6 +300,101 @@ def test_data_that_cannot_be_put_back(attempts):
     with pytest.raises(DataStateError, match=r"type dict has no set_state.*Restored\.data"):
         rjc.restore(handle, data={})
     assert rjc.restore(handle).data is None
+
+
+@pytest.fixture(scope="module")
+def ray_data(cluster):
+    """A dataset, and what a train function gets of it from `ray.train.get_dataset_shard`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray Data warns of its own settings
+        dataset = ray.data.range(8)
+        (split,) = dataset.streaming_split(1)
+        yield {"split": split, "iterator": dataset.iterator(), "batches": split.iter_batches(), "dataset": dataset}
+
+
+@pytest.mark.parametrize("kind", ["split", "iterator", "batches", "dataset"])
+def test_ray_data_is_refused_with_what_to_do_instead(attempts, ray_data, kind):
+    attempts.begin()
+    for data in (ray_data[kind], {"train": [ray_data[kind]]}):
+        with pytest.raises(
+            DataStateError,
+            match=r"is a Ray Data .*data=\{'epoch': epoch, 'batches': batches\}.*islice.*preserve_order.*grain",
+        ):
+            rjc.snapshot(1, {"x": 1}, data=data)
+
+
+def test_large_data_travels_beside_the_index_and_counts_as_memory(attempts):
+    session = attempts.begin(max_bytes=6_000_000)
+    large = {"buffer": b"b" * 1_500_000, "order": np.arange(10), "text": "t" * 50_000}
+    handle = rjc.snapshot(1, {"x": 1}, data=large)
+    rjc.wait()
+    located = ray.get(session.coordinator.locate.remote(handle.generation, 0, 1), timeout=30)
+    assert len(located.indices[0]) < 2000
+    np.testing.assert_equal(rjc.restore(handle).data, large)
+    # Two buffers and staging.
+    with pytest.raises(MemoryLimitError, match="max_bytes allows 6 MB"):
+        rjc.snapshot(2, {"x": 1}, data={"buffer": b"b" * 2_200_000})
+    with pytest.raises(DataStateError, match=r"300000000 bytes.*max_data_bytes allows 268435456"):
+        rjc.snapshot(2, {"x": 1}, data=b"b" * 300_000_000)
+
+
+def test_damaged_data_is_not_restored(attempts):
+    attempts.begin()
+    rjc.snapshot(1, {"x": 1}, data=b"b" * 100_000, force=True)
+    rjc.wait()
+    handle = rjc.snapshot(2, {"x": 2}, data=b"b" * 100_000)
+    rjc.wait()
+    view, _ = ray.get(attempts.store().view.remote(handle.generation), timeout=30)
+    place = view.places["h0"]
+    with open_segment(place.segment, writable=True) as mapping:
+        mapping.view()[place.offset + 50_000] ^= 1
+    with pytest.raises(SnapshotLostError, match="Step 2"):
+        rjc.restore(handle)
+
+
+class Files:
+    """Orbax's StatefulCheckpointable."""
+
+    def __init__(self, number=0, error=None):
+        self.number, self.error = number, error
+
+    async def save(self, directory):
+        return self._write(directory, self.number)
+
+    async def _write(self, directory, number):
+        if self.error:
+            raise self.error
+        ((await directory.await_creation()) / "number").write_text(str(number))
+
+    async def load(self, directory):
+        self.number = int((directory / "number").read_text())
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_files_of_data_are_those_of_the_call(attempts, force):
+    attempts.begin()
+    files, fresh = {"it": Files(5)}, {"it": Files()}
+    handle = rjc.snapshot(1, {"x": 1}, data=files, force=force)
+    files["it"].number = 6
+    restored = rjc.restore(handle, data=fresh)
+    assert fresh["it"].number == 5
+    assert restored.data == restored.data_by_rank[0] == {"it": {"number": b"5"}}
+    assert list(Path(tempfile.gettempdir()).glob(f"rjc-data-{os.getpid()}-*")) == []
+
+
+def test_files_that_cannot_be_saved_cost_the_snapshot_and_not_the_training(attempts, recwarn):
+    attempts.begin()
+    rjc.snapshot(1, {"x": 1}, data=Files(1))
+    rjc.wait()
+    rjc.snapshot(2, {"x": 2}, data=Files(2, OSError("disk full")))
+    with pytest.raises(SnapshotError, match=r"Files could not be saved.*disk full"):
+        rjc.wait()
+    with pytest.raises(SnapshotError, match=r"Files could not be saved.*disk full"):
+        rjc.snapshot(3, {"x": 3}, data=Files(3, OSError("disk full")), force=True)
+    assert rjc.latest() == 1
+    handle = rjc.snapshot(4, {"x": 4}, data=Files(4))
+    assert rjc.restore(handle).data == {"number": b"4"}
+    assert list(Path(tempfile.gettempdir()).glob(f"rjc-data-{os.getpid()}-*")) == []
 
 
 def test_more_memory_than_allowed_is_an_error_with_the_numbers(attempts):
