@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bench.paper import Paper, recovery, snapshot  # noqa: E402
-from bench.report import describe_machine  # noqa: E402
+from bench.paper import Paper, recovery, snapshot
+from bench.report import describe_machine
 
 
 def main() -> None:
@@ -35,7 +34,7 @@ def main() -> None:
         paper = Paper(options.workers, options.per_node, options.leaves, replicas, options.copies)
         found = {"state_gb": paper.state_bytes / 1e9, **snapshot(paper), **recovery(paper)}
         results["shardings"][f"{replicas} replica(s) x {options.workers // replicas} shards"] = found
-    text = json.dumps(results, indent=2, default=lambda value: dict(value) if isinstance(value, Counter) else str(value))
+    text = json.dumps(results, indent=2)
     print(text)
     if options.output:
         options.output.write_text(text + "\n")

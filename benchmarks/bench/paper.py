@@ -62,7 +62,9 @@ class Paper:
             for p in self.parts_of(rank)
         ]
         host = (host_part_id(rank), partners(rank, self.domains, self.copies), True, [])
-        leaves = tuple({"path": f"layer{number}", "shape": [self.shards * ROWS, COLUMNS]} for number in range(self.leaves))
+        leaves = tuple(
+            {"path": f"layer{number}", "shape": [self.shards * ROWS, COLUMNS]} for number in range(self.leaves)
+        )
         layout = Layout(rank, self.workers, "paper", leaves, frozenset(), lay_out([*contents, host]))
         digests = {part.id: [DIGEST] * len(part.items) for part in layout.parts}
         return Index(generation, layout, digests, {}, {"position": 0}, {"loss": 0.0})
@@ -109,10 +111,11 @@ def snapshot(paper: Paper) -> dict[str, Any]:
     generation = Generation(1, 0, 10)
     assert books.status(generation) is Status.PROTECTED
     _, judged = timed(lambda: (books.complete(), books.releasable(), books.undercovered(generation)))
+    moved = [(rank, target, size) for rank, (_, sizes) in enumerate(told) for target, size in sizes.items()]
     return {
         "placement_s_per_rank": _spread(plans),
         "messages": {
-            # Ray calls of one snapshot: begin and commit by each worker, one report per buffer filled, one release each.
+            # Ray calls: begin and commit by each worker, a report per buffer filled, a release for each store.
             "worker to own store": 2 * paper.workers,
             "store to coordinator": len(reports),
             "coordinator to stores": paper.workers,
@@ -120,7 +123,7 @@ def snapshot(paper: Paper) -> dict[str, Any]:
         },
         "index_bytes_per_rank": _spread([len(index.to_bytes()) for index in indices[:: paper.workers // 10]]),
         "coordinator_s": {"all reports": round(seconds, 4), "one judgement": round(judged, 4)},
-        "push": _traffic(paper, [(rank, target, size) for rank, (_, sizes) in enumerate(told) for target, size in sizes.items()]),
+        "push": _traffic(paper, moved),
     }
 
 

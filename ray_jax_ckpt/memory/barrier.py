@@ -1,4 +1,4 @@
-"""Ranks meeting in the coordinator: all come in time, or those that did learn who did not."""
+"""Waiting in the coordinator: for something to change, and for all ranks to come, or to learn who did not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,22 @@ import asyncio
 import time
 from collections.abc import Hashable
 from typing import Any
+
+
+class Bell:
+    """Wakes all who wait for it to ring next, for use in one event loop."""
+
+    def __init__(self) -> None:
+        self._rung = asyncio.Event()
+
+    def ring(self) -> None:
+        """Wakes those who wait now."""
+        self._rung.set()
+        self._rung = asyncio.Event()
+
+    async def heard(self, timeout_s: float) -> None:
+        """Waits for the next ring. Raises TimeoutError."""
+        await asyncio.wait_for(self._rung.wait(), timeout_s)
 
 
 class Barrier:

@@ -184,18 +184,17 @@ class Coordinator:
         """
         good = (Status.COMPLETE, Status.PROTECTED) if status is Status.COMPLETE else (Status.PROTECTED,)
         deadline = time.monotonic() + timeout_s
-        async with self._ledger.changed:
-            while True:
-                reason = self._books.abandoned.get(generation)
-                if reason:
-                    raise SnapshotError(f"The snapshot of step {generation.step} was abandoned: {reason}.")
-                ready = [g for g in self._books.entries if g >= generation and self._books.status(g) in good]
-                if ready:
-                    return min(map(len, self._books.spread(min(ready)))), self._config.copies
-                try:
-                    await asyncio.wait_for(self._ledger.changed.wait(), deadline - time.monotonic())
-                except TimeoutError:
-                    raise SnapshotTimeoutError(self._not_ready(generation, status, timeout_s)) from None
+        while True:
+            reason = self._books.abandoned.get(generation)
+            if reason:
+                raise SnapshotError(f"The snapshot of step {generation.step} was abandoned: {reason}.")
+            ready = [g for g, found in self._ledger.standing().items() if g >= generation and found in good]
+            if ready:
+                return min(map(len, self._books.covered(min(ready)))), self._config.copies
+            try:
+                await self._ledger.changed.heard(deadline - time.monotonic())
+            except TimeoutError:
+                raise SnapshotTimeoutError(self._not_ready(generation, status, timeout_s)) from None
 
     async def locate(self, generation: Generation, rank: int, attempt: int) -> Located:
         """Leases a complete generation for a reader, and says where it is. `confirm` or `let_go` ends the lease.

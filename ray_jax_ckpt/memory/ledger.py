@@ -15,11 +15,12 @@ from ray.exceptions import ActorDiedError, RayError
 
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import RestoreError
+from ray_jax_ckpt.memory.barrier import Bell
 from ray_jax_ckpt.memory.messages import Group, Inventory, Located, Member, assemble_view
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S, Roster
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model import pushes
-from ray_jax_ckpt.model.books import Books, Held
+from ray_jax_ckpt.model.books import Books, Held, Status
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 
@@ -46,7 +47,8 @@ class Ledger:
         self.roster = Roster(run, config)
         self.members: tuple[Member, ...] = ()
         self.secret = ""
-        self.changed = asyncio.Condition()
+        self.changed = Bell()
+        self._standing: tuple[Books | None, Mapping[Generation, Status]] = (None, {})
         self._config, self._record = config, record
         self._me = ray.get_runtime_context().current_actor
         self._early: dict[str, list[Held]] = {}
@@ -76,11 +78,19 @@ class Ledger:
             task.cancel()
 
     async def notify(self) -> None:
-        """Wakes waiters now, and looks for free buffers soon: many reports come together."""
+        """Soon looks for free buffers and wakes waiters.
+
+        Reports come by the thousand in a large group, and all ranks may be waiting for one generation: judging, and
+        waking everybody, at each report would cost the square of the group.
+        """
         if self._settling is None:
             self._settling = asyncio.get_running_loop().call_later(SETTLE_DELAY_S, self._settle)
-        async with self.changed:
-            self.changed.notify_all()
+
+    def standing(self) -> Mapping[Generation, Status]:
+        """The status of every generation; worked out once for all who ask."""
+        if self._standing[0] is not self.books:
+            self._standing = self.books, {g: self.books.status(g) for g in self.books.entries}
+        return self._standing[1]
 
     # Stores come and go.
 
@@ -271,6 +281,7 @@ class Ledger:
     def _settle(self) -> None:
         """Tells the stores which generations are free, and ends stores that nobody needs any more."""
         self._settling = None
+        self.changed.ring()
         free = self.books.releasable()
         if free:
             for handle in self.roster.handles.values():
