@@ -12,6 +12,7 @@ import numpy as np
 
 from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.arrays.capture import batched_copy
+from ray_jax_ckpt.arrays.skeleton import Skeleton, rebuild
 from ray_jax_ckpt.errors import SnapshotLostError, TreeMismatchError
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.recovery import Catalog, Stored, Want
@@ -82,11 +83,7 @@ class Assembler:
             SnapshotLostError: `fetch` or the catalog lacks bytes.
         """
         if template is None:
-            targets = [self._to_numpy(number) for number in range(len(self._specs))]
-            state, lost = tree.rebuild(self._specs, self._build(targets, fetch))
-            if lost:
-                logger.info("Restored without a template, so types of nodes are not known: %s.", "; ".join(lost))
-            return state
+            return self._without_template(fetch)
         flat = tree.flatten(template)
         problem = tree.mismatch(self._specs, flat, partial=options.partial, cast=options.cast)
         if problem is not None:
@@ -95,8 +92,23 @@ class Assembler:
             )
         numbers = {spec.path: number for number, spec in enumerate(self._specs)}
         wanted = _broadcast(shardings, flat)
-        targets = [self._target(numbers[p], x, s) for p, x, s in zip(flat.paths, flat.leaves, wanted, strict=True)]
-        return jax.tree_util.tree_unflatten(flat.treedef, self._build(targets, fetch))
+        saved = [i for i, leaf in enumerate(flat.leaves) if not tree.is_static(leaf)]
+        targets = [self._target(numbers[flat.paths[i]], flat.leaves[i], wanted[i]) for i in saved]
+        leaves = dict(enumerate(flat.leaves)) | dict(zip(saved, self._build(targets, fetch), strict=True))
+        return jax.tree_util.tree_unflatten(flat.treedef, leaves.values())
+
+    def _without_template(self, fetch: Fetch) -> Any:
+        skeleton = Skeleton.from_json(self._own.layout.skeleton)
+        keys = [spec.path for spec in self._specs if spec.kind == "key"]
+        lost = [*skeleton.lost, *([f"PRNG keys at {', '.join(keys[:3])}"] if keys else [])]
+        if lost:
+            logger.warning(
+                "Restored without a template: nodes of other classes than dict, list and tuple came back as "
+                "dictionaries or lists, keys as their data. Pass abstract_state= to get back %s.",
+                "; ".join(lost),
+            )
+        targets = [self._to_numpy(number) for number in range(len(self._specs))]
+        return rebuild(self._specs, self._build(targets, fetch), skeleton)
 
     def _to_numpy(self, number: int) -> Target:
         spec = self._specs[number]

@@ -13,6 +13,7 @@ import numpy as np
 
 from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.arrays.capture import copy_host, pin
+from ray_jax_ckpt.arrays.skeleton import Skeleton
 from ray_jax_ckpt.errors import TreeMismatchError
 from ray_jax_ckpt.model.index import Layout, lay_out
 from ray_jax_ckpt.model.placement import Holders, concerned, host_part_id, partners, place, shards_of, stored_bytes
@@ -198,6 +199,7 @@ def make_plan(flat: tree.Flat, topology: Topology) -> Plan:
         leaves=tuple(spec.to_json() for spec in specs),
         local=kept_locally,
         parts=placed,
+        skeleton=Skeleton.of(flat).to_json(),
     )
     return Plan(layout, captures, tuple(values), _with_local(stored_bytes(parts), topology, sum(x[2] for x in local)))
 

@@ -7,7 +7,7 @@ process alone, from any thread.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -31,19 +31,21 @@ from ray_jax_ckpt.arrays.values import (
     is_plain_dtype,
     value_type_name,
 )
-from ray_jax_ckpt.errors import TreeMismatchError, UnsupportedLeafError
+from ray_jax_ckpt.errors import UnsupportedLeafError
 
 __all__ = [
     "Flat",
     "LeafSpec",
+    "checked_key_path",
     "decode_value",
     "describe",
     "encode_value",
     "flatten",
     "is_key",
+    "is_static",
     "key_data",
     "mismatch",
-    "rebuild",
+    "typed_key_path",
     "with_weak_type",
     "wrap_key",
 ]
@@ -51,8 +53,6 @@ __all__ = [
 LeafKind = Literal["array", "key", "numpy", "value"]
 
 _MAX_MISMATCH_LINES = 10
-# A saved index is not trusted: a list is only padded up to this many places beyond the leaves that it holds.
-_MAX_LIST_GAPS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class LeafSpec:
         """
         try:
             fields = {field.name: json[field.name] for field in dataclasses.fields(cls)}
-            key_path = [_checked_key(tag, key) for tag, key in json["key_path"]]
+            key_path = checked_key_path(json["key_path"])
             spec = cls(**fields | {"shape": tuple(json["shape"]), "key_path": key_path})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not the description of a leaf ({error!r}): {json!r:.200}") from error
@@ -158,7 +158,7 @@ def describe(path: str, key_path: Sequence[Any], leaf: Any) -> LeafSpec:
 
 
 def _describe(path: str, key_path: Sequence[Any], leaf: Any) -> LeafSpec:
-    typed = [_typed_key(key) for key in key_path]
+    typed = typed_key_path(key_path)
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         if is_key(leaf):
             impl, dtype = _key_impl(path, leaf)
@@ -200,6 +200,11 @@ def _unsupported(path: str, leaf: Any, why: str) -> UnsupportedLeafError:
     return UnsupportedLeafError(f"leaf {path or '(the whole state)'} of type {kind} cannot be snapshotted: {why}.")
 
 
+def typed_key_path(key_path: Sequence[Any]) -> list[list[Any]]:
+    """A key path as JSON: see `LeafSpec.key_path`."""
+    return [_typed_key(key) for key in key_path]
+
+
 def _typed_key(key: Any) -> list[Any]:
     match key:
         case DictKey(key=str() as name) if type(name) is str:
@@ -217,6 +222,11 @@ def _typed_key(key: Any) -> list[Any]:
 
 
 _KEY_TYPES: Mapping[str, type] = {"d": str, "di": int, "s": int, "a": str, "f": int, "r": str}
+
+
+def checked_key_path(json: Any) -> list[list[Any]]:
+    """The inverse of `typed_key_path`. Raises TypeError, KeyError or ValueError for anything else."""
+    return [_checked_key(tag, key) for tag, key in json]
 
 
 def _checked_key(tag: Any, key: Any) -> list[Any]:
@@ -267,84 +277,12 @@ def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
     return type(concrete)(aval, x.sharding, shards, committed=x.committed, _skip_checks=True)
 
 
-class _Node:
-    """An inner node of a tree that is put together from key paths."""
+def is_static(leaf: Any) -> bool:
+    """Whether a template's leaf is a function or class, which no snapshot has: the template's own is taken.
 
-    def __init__(self) -> None:
-        self.children: dict[Hashable, Any] = {}
-        self.tags: set[str] = set()
-
-
-def rebuild(specs: Sequence[LeafSpec], leaves: Sequence[Any]) -> tuple[Any, list[str]]:
-    """Puts a tree together without a template.
-
-    Dictionaries keep their str and int keys, sequences and flattened custom nodes become lists, nodes with attributes
-    dictionaries by attribute name. A state that is one leaf gives that leaf, one without leaves an empty dictionary.
-
-    Returns:
-        The tree, and for each way in which its types may differ from what was saved, one line that says where.
-
-    Raises:
-        TreeMismatchError: two leaves claim the same place.
+    So the template may be a whole model whose arrays were snapshotted (`eqx.filter(model, eqx.is_array)`).
     """
-    root = _Node()
-    for spec, leaf in zip(specs, leaves, strict=True):
-        if not spec.key_path:
-            if len(specs) > 1:
-                raise _same_place(spec.path)
-            return leaf, []
-        _insert(root, spec, leaf)
-    lost: dict[str, list[str]] = {}
-    tree = _collapse(root, "", lost)
-    return tree, [_lost_line(what, where) for what, where in lost.items()]
-
-
-def _insert(node: _Node, spec: LeafSpec, leaf: Any) -> None:
-    *inner, last = [(str(tag), key) for tag, key in spec.key_path]
-    for tag, key in inner:
-        node.tags.add(tag)
-        child = node.children.setdefault(key, _Node())
-        if not isinstance(child, _Node):
-            raise _same_place(spec.path)
-        node = child
-    node.tags.add(last[0])
-    if last[1] in node.children:
-        raise _same_place(spec.path)
-    node.children[last[1]] = leaf
-
-
-def _same_place(path: str) -> TreeMismatchError:
-    return TreeMismatchError(f"the saved tree is damaged: leaf {path!r} takes the place of another one.")
-
-
-def _collapse(node: _Node, path: str, lost: dict[str, list[str]]) -> Any:
-    children = {
-        key: _collapse(c, f"{path}[{key!r}]", lost) if isinstance(c, _Node) else c for key, c in node.children.items()
-    }
-    if node.tags <= {"s", "f"} and node.tags:
-        what = "custom nodes without key paths" if "f" in node.tags else "sequences (list, tuple)"
-        lost.setdefault(f"{what} came back as lists", []).append(path)
-        return _as_list(children, path, lost)
-    if not node.tags <= {"d", "di"}:
-        what = "nodes with attributes" if node.tags == {"a"} else "custom nodes"
-        lost.setdefault(f"{what} came back as dictionaries", []).append(path)
-    return children
-
-
-def _as_list(children: dict[Any, Any], path: str, lost: dict[str, list[str]]) -> Any:
-    length = 1 + max(children)
-    if length == len(children):
-        return [children[i] for i in range(length)]
-    if min(children) < 0 or length > len(children) + _MAX_LIST_GAPS:
-        lost.setdefault("lists with missing places came back as dictionaries by index", []).append(path)
-        return dict(sorted(children.items()))
-    lost.setdefault("list places without leaves (None, empty nodes) came back as None", []).append(path)
-    return [children.get(i) for i in range(length)]
-
-
-def _lost_line(what: str, where: list[str]) -> str:
-    more = f" and {len(where) - 3} more" if len(where) > 3 else ""
-    return f"{what}: {', '.join(path or '(root)' for path in where[:3])}{more}"
+    return callable(leaf)
 
 
 def mismatch(saved_specs: Sequence[LeafSpec], wanted: Flat, *, partial: bool, cast: bool) -> str | None:
@@ -365,8 +303,12 @@ def mismatch(saved_specs: Sequence[LeafSpec], wanted: Flat, *, partial: bool, ca
     saved = {spec.path: spec for spec in saved_specs}
     lines = []
     for path, key, leaf in zip(wanted.paths, wanted.keys, wanted.leaves, strict=True):
-        want = _describe(path, key, leaf)
         have = saved.pop(path, None)
+        if is_static(leaf):
+            if have is not None:
+                lines.append(f"{path or '(root)'}: the template has a {type(leaf).__name__}, the snapshot has {have}")
+            continue
+        want = _describe(path, key, leaf)
         if have is None:
             lines.append(f"{path or '(root)'}: the template wants {want}, the snapshot has no such leaf")
         elif (why := _leaf_mismatch(have, want, cast=cast)) is not None:

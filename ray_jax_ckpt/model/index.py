@@ -54,6 +54,7 @@ class Layout:
         leaves: One JSON-able description per leaf of the tree, in tree order.
         local: Leaves that are this rank's own (host values, numpy, process-local arrays), not shards of a global array.
         parts: Parts that this rank keeps.
+        skeleton: JSON-able description of the tree's inner nodes, for a restore without a template.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class Layout:
     leaves: tuple[Mapping[str, Any], ...] = field(repr=False)
     local: frozenset[int] = field(repr=False)
     parts: tuple[PartLayout, ...] = field(repr=False)
+    skeleton: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +97,12 @@ class Layout:
             ]
             for p in self.parts
         ]
-        head = {"rank": self.rank, "world_size": self.world_size, "structure": self.structure}
+        head = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "structure": self.structure,
+            "skeleton": self.skeleton,
+        }
         return json.dumps({**head, "leaves": self.leaves, "local": sorted(self.local), "parts": parts}).encode()
 
     @classmethod
@@ -106,7 +113,7 @@ class Layout:
             for name, targets, offset, size, pushed, items in raw["parts"]
         )
         leaves, local = tuple(raw["leaves"]), frozenset(raw["local"])
-        return cls(raw["rank"], raw["world_size"], raw["structure"], leaves, local, parts)
+        return cls(raw["rank"], raw["world_size"], raw["structure"], leaves, local, parts, raw["skeleton"])
 
 
 @dataclass(frozen=True)

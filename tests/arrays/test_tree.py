@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from ray_jax_ckpt.arrays import tree
-from ray_jax_ckpt.errors import TreeMismatchError, UnsupportedLeafError
+from ray_jax_ckpt.errors import UnsupportedLeafError
 
 
 class Pair(NamedTuple):
@@ -48,11 +48,6 @@ class Opaque:
 def specs_of(state):
     flat = tree.flatten(state)
     return flat, [tree.describe(*leaf) for leaf in zip(flat.paths, flat.keys, flat.leaves, strict=True)]
-
-
-def rebuilt(state):
-    flat, specs = specs_of(state)
-    return tree.rebuild([tree.LeafSpec.from_json(json.loads(json.dumps(s.to_json()))) for s in specs], flat.leaves)
 
 
 def mismatch(saved, template, *, partial=False, cast=False):
@@ -243,54 +238,6 @@ def test_a_weakly_typed_array_promotes_and_can_be_donated():
 def test_keys_have_no_weak_type():
     key = jax.random.key(0)
     assert tree.with_weak_type(key, True) is key
-
-
-# --- rebuild
-
-
-def test_rebuild_is_exact_for_dicts_and_lists():
-    state = {"a": [1, [2, 3], {"b": "x"}], "c": {7: 1, -2: 2}, "d": {str(i): i for i in range(12)}}
-    back, lost = rebuilt(state)
-    assert back == state
-    assert list(map(type, back["c"])) == [int, int]
-    assert len(lost) == 1
-    assert lost[0].startswith("sequences (list, tuple) came back as lists: ")
-
-
-def test_rebuild_orders_lists_by_number():
-    assert rebuilt([*range(12)])[0] == [*range(12)]
-
-
-def test_rebuild_of_a_single_leaf_and_of_nothing():
-    assert rebuilt(5) == (5, [])
-    assert rebuilt({}) == ({}, [])
-
-
-def test_rebuild_says_what_is_lost():
-    back, lost = rebuilt({"p": Pair(1, 2), "o": Opaque(3, 4), "l": (5, None, 6), "d": Point(7, {})})
-    assert back == {"p": {"left": 1, "right": 2}, "o": [3, 4], "l": [5, None, 6], "d": {"x": 7}}
-    text = "\n".join(lost)
-    for part in ("attributes", "['p']", "custom nodes", "['o']", "None", "['l']", "['d']"):
-        assert part in text
-
-
-def test_rebuild_of_unordered_int_keys_beyond_a_list():
-    assert rebuilt({0: "a", 2: "b"})[0] == {0: "a", 2: "b"}
-
-
-def spec_at(*key_path):
-    return tree.LeafSpec(str(key_path), "value", (), "int", False, None, [list(key) for key in key_path])
-
-
-def test_rebuild_of_saved_nonsense_is_bounded_or_refused():
-    back, lost = tree.rebuild([spec_at(("s", 10**12))], [1])
-    assert back == {10**12: 1}
-    assert "missing places" in lost[1]
-    for second in ((("d", "a"),), (("d", "a"), ("d", "b")), ()):
-        with pytest.raises(TreeMismatchError, match="damaged"):
-            tree.rebuild([spec_at(("d", "a")), spec_at(*second)], [1, 2])
-    with pytest.raises(TreeMismatchError, match="damaged"):
-        tree.rebuild([spec_at(("d", "a"), ("d", "b")), spec_at(("d", "a"))], [1, 2])
 
 
 # --- mismatch
