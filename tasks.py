@@ -5,7 +5,7 @@
     python3 tasks.py demo  [arguments of examples/train_gpt.py]
     python3 tasks.py test  [arguments of pytest]      checks, then tests
     python3 tasks.py check                            format, lint, types, import rules
-    python3 tasks.py bench [arguments of benchmarks/memory_tier.py]
+    python3 tasks.py bench [arguments of benchmarks/run.py]
     python3 tasks.py lock                             resolve requirements.lock again
 
 Each sets up ``.venv`` from ``requirements.lock`` first, unless it is there already and still fits.
@@ -57,7 +57,7 @@ def demo(*arguments: str) -> int:
 def bench(*arguments: str) -> int:
     """Measure the memory tier."""
     prepare()
-    return _run("python", "benchmarks/memory_tier.py", *arguments)
+    return _run("python", "benchmarks/run.py", *arguments)
 
 
 def check() -> int:

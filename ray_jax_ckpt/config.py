@@ -21,6 +21,11 @@ class SnapshotConfig(BaseModel):
             thread (at most `timeout_s`), "skip" returns None. After a skipped one every rank waits until a generation
             is complete again, so that ranks skipping in turns cannot starve the run of snapshots.
         timeout_s: Bound, in seconds, of every wait of the train-function calls that take no `timeout_s` of their own.
+        staging: What a train step that donates its state waits for after a snapshot. "host": until the state has left
+            the device. "device": only for a copy on the device, which then leaves it while training goes on; it takes
+            as much device memory as the state (what this process stores of it) until it has left. With too little
+            memory for that the snapshots go on as with "host", with one warning. The first snapshot of a tree
+            structure goes as with "host" too, while the copy is compiled.
         verify: Digest every shard at capture, and check it on receipt and before a restore.
         orphan_timeout_s: A store ends itself so many seconds after the last sign of life of its run's controller. It
             bounds how long memory stays occupied after a SIGKILLed driver, and how long a new driver with the same run
@@ -39,6 +44,7 @@ class SnapshotConfig(BaseModel):
     max_data_bytes: int = Field(default=2**28, gt=0)
     on_busy: Literal["wait", "skip"] = "wait"
     timeout_s: float = Field(default=120.0, gt=0)
+    staging: Literal["host", "device"] = "host"
     verify: bool = True
     orphan_timeout_s: float = Field(default=600.0, gt=0)
     failure_domain: str = Field(default="auto", min_length=1)

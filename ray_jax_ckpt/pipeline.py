@@ -134,8 +134,15 @@ class Pipeline:
             raise SnapshotError(f"Step {lease.generation.step} cannot be kept: {error}") from error
 
     def unlease(self, lease_id: str) -> None:
-        """Ends a lease; returns at once."""
-        self._store.unlease.remote(lease_id)
+        """Ends a lease; returns at once, and never raises."""
+        # A handle may be collected when there is no cluster any more, and Ray would start one for the call. The lease
+        # has ended with its attempt.
+        if not ray.is_initialized():
+            return
+        try:
+            self._store.unlease.remote(lease_id)
+        except Exception as error:
+            logger.debug("Lease %s could not be ended: %r", lease_id, error)
 
     def _run(self) -> None:
         while True:
@@ -148,10 +155,13 @@ class Pipeline:
                 self._report(job, error)
                 # An error that is kept must not keep a copy of the state in its frames.
                 traceback.clear_frames(error.__traceback__)
+            staging = job.captured.plan.staging
             del job.captured
             with self._changed:
                 self._job, self._error = None, error
                 self._changed.notify_all()
+            # Seconds, once per tree structure: after the first snapshot, since the training thread must not wait.
+            staging.compile()
 
     def _attempt_job(self, job: Job) -> BaseException | None:
         """Stores a job. Never raises: the thread must go on."""

@@ -153,7 +153,7 @@ class Session:
         """The planner; None (with a warning) if the group could not be asked how JAX numbers it: training goes on."""
         if self._planner is None:
             try:
-                self._planner = Planner(self._topology(timeout_s))
+                self._planner = Planner(self._topology(timeout_s), on_device=self.config.staging == "device")
             except SnapshotError as error:
                 self._abandon(generation, f"rank {self.rank} does not know how JAX numbers the processes")
                 if force:

@@ -37,6 +37,7 @@ def test_misspelt_setting_is_named() -> None:
         ("every_n_steps", 2.5, "valid integer"),
         ("copies", 0, "greater than or equal to 1"),
         ("max_bytes", 0, "greater than 0"),
+        ("staging", "pinned", "'host' or 'device'"),
         ("max_bytes", "lots", "valid integer"),
         ("on_busy", "drop", "'wait' or 'skip'"),
         ("timeout_s", 0, "greater than 0"),

@@ -1,1 +1,1 @@
-"""What the benchmark of the memory tier is made of; `memory_tier.py` beside it is the program."""
+"""What the benchmarks are made of; the programs are beside this folder."""

@@ -45,8 +45,12 @@ class Machines:
 
 
 @contextlib.contextmanager
-def own_cluster() -> Iterator[Machines]:
-    """Starts the cluster and connects to it. Nothing of it stays when the context is left, also on Ctrl-C."""
+def own_cluster(num_gpus: int = 0) -> Iterator[Machines]:
+    """Starts the cluster and connects to it. Nothing of it stays when the context is left, also on Ctrl-C.
+
+    Args:
+        num_gpus: Of the first node.
+    """
     # A short path: Unix socket names are limited. RAY_TMPDIR keeps Ray's note of the "current" cluster apart, too.
     folder = Path(tempfile.mkdtemp(prefix="rjcb-"))
     before, os.environ["RAY_TMPDIR"] = os.environ.get("RAY_TMPDIR"), str(folder / "r")
@@ -59,7 +63,10 @@ def own_cluster() -> Iterator[Machines]:
         head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         nodes = [
-            cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES, wait=False) for _ in range(NUM_NODES)
+            cluster.add_node(
+                num_cpus=1, num_gpus=0 if i else num_gpus, object_store_memory=OBJECT_STORE_BYTES, wait=False
+            )
+            for i in range(NUM_NODES)
         ]
         cluster.wait_for_nodes(timeout=120)
         # Ray Train's clean-up asks "the" cluster of the machine, and must not ask somebody else's.

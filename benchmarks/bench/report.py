@@ -1,4 +1,4 @@
-"""The result file's head, and the tables."""
+"""The result file's head, and what is computed from measured values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.snapshot import NUM_WORKERS
 
 PACKAGES = ("ray", "jax", "jaxlib", "orbax-checkpoint", "pathwaysutils", "pyarrow", "numpy", "xxhash")
 ROOT = Path(__file__).resolve().parents[2]
-MS, GB = 1e3, 1e9
+GB = 1e9
 RATED = ("restore local", "restore peer", "first restore", "memcpy", "xxh3", "socket", "orbax Snapshotter load")
 
 
@@ -77,7 +77,8 @@ def _ratios(rates: dict[str, float], seconds: dict[str, float]) -> dict[str, flo
     )
     ratios = {f"{a} / {b}": rates[b] / rates[a] for a, b in pairs if a in rates and b in rates}
     times = (
-        ("call", "orbax save_async call"),
+        ("call", "orbax save_async disk call"),
+        ("call", "orbax save_async tmpfs call"),
         ("call", "orbax Snapshotter call"),
         ("complete", "orbax Snapshotter done"),
         ("restore local", "orbax Snapshotter load"),
@@ -106,47 +107,8 @@ def summarize_memory(facts: dict[str, Any], copies: int) -> dict[str, Any]:
     return {"stated x state": stated, "grown x state": grown}
 
 
-def show_run(name: str, summary: dict[str, Any]) -> None:
-    """Prints a training run."""
-    facts = summary["facts"]
-    print(f"\n{name}: {facts['state_bytes'] / GB:.3f} GB, {facts['num_leaves']} leaves, {NUM_WORKERS} workers")
-    for label, found in summary["seconds"].items():
-        rate = summary["gb_per_s_per_rank"].get(label)
-        _row(label, found, "" if rate is None else f"{rate:7.2f} GB/s per rank")
-    for title in ("loop_ratios", "ratios"):
-        for label, ratio in summary[title].items():
-            print(f"  {label:<58} {ratio:9.2f} x")
-
-
-def show_memory(name: str, facts: dict[str, Any], summary: dict[str, Any]) -> None:
-    """Prints the processes, and what they grew by."""
-    print(f"\n{name}: memory, MB            idle RSS   idle PSS   then RSS   then PSS")
-    for before, after in zip(facts["memory idle"]["processes"], facts["memory steady"]["processes"], strict=False):
-        cells = [before["rss"], before["pss"], after["rss"], after["pss"]]
-        print(f"  {after['kind']:<26}" + "".join(f"{cell / 1e6:11.0f}" for cell in cells))
-    print(f"  x state: stated {summary['stated x state']}")
-    for when, grown in summary["grown x state"].items():
-        print(f"  x state: {when} {grown}")
-
-
-def show_recovery(runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Prints the phases, medians of all deaths."""
-    print("\nDeath of a worker, 64 MB state: seconds until the step in which it died is done (medians)")
-    print("  " + " " * 12 + "".join(f"{phase:>12}" for phase in PHASES) + f"{'all':>9}{'steps again':>13}{'n':>3}")
-    for name, deaths in runs.items():
-        cells = [summarize_recovery(deaths)[phase]["median"] for phase in (*PHASES, "total", "steps again")]
-        *phases, total, again = cells
-        row = "".join(f"{cell:12.2f}" for cell in phases)
-        print(f"  {name:<12}{row}{total:9.2f}{again:13.0f}{len(deaths):3}")
-
-
 def summarize_recovery(deaths: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Spread of every phase, of all, and of the steps done again."""
     names = {phase: [death["seconds"][phase] for death in deaths] for phase in PHASES}
     names |= {name: [death[name] for death in deaths] for name in ("total", "steps again")}
     return {name: spread(values, 2) for name, values in names.items()}
-
-
-def _row(label: str, found: dict[str, Any], note: str) -> None:
-    values = f"{found['median'] * MS:10.1f} ms  ({found['min'] * MS:.1f} .. {found['max'] * MS:.1f}, n={found['n']})"
-    print(f"  {label:<58}{values}  {note}")

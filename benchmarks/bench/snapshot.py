@@ -26,22 +26,24 @@ class Plan:
 
     Attributes:
         name: Of the run.
-        kind: "gpt2" (`gb` large), "small" (5,000 vectors of 1 KiB).
-        gb: Size of the state.
+        workload: "W1" (GPT-2 with Adam, `gb` large), "W2" (5,000 vectors of 1 KiB), "W3" (16 matrices of 4 MiB).
+        gb: Size of W1.
         copies: As in `SnapshotConfig`.
-        parts: Of "loops", "restore", "peer", "memory", "phases", "machine", "orbax".
+        parts: Names of `Bench`'s methods, in the order in which they are to run.
         repeats: Of everything but loops.
+        staging: As in `SnapshotConfig`.
         step_s: Duration of a train step.
         loop_steps: Steps of a loop.
         loop_repeats: How often each loop runs.
     """
 
     name: str
-    kind: str
+    workload: str
     gb: float
     copies: int
     parts: tuple[str, ...]
     repeats: int
+    staging: Any = "host"
     step_s: float = 0.15
     loop_steps: int = 15
     loop_repeats: int = 2
@@ -60,6 +62,7 @@ def run(plan: Plan, machines: Machines) -> dict[str, Any]:
 
     work = machines.work / plan.name
     work.mkdir()
+    config = rjc.SnapshotConfig(every_n_steps=1, copies=plan.copies, staging=plan.staging)
     trainer = JaxTrainer(
         train_fn,
         train_loop_config={"plan": dataclasses.asdict(plan), "work": str(work), "raylets": list(machines.raylets)},
@@ -70,7 +73,7 @@ def run(plan: Plan, machines: Machines) -> dict[str, Any]:
         run_config=RunConfig(
             name="run",
             storage_path=str(work),
-            callbacks=[rjc.CheckpointManager(snapshot=rjc.SnapshotConfig(every_n_steps=1, copies=plan.copies))],
+            callbacks=[rjc.CheckpointManager(snapshot=config)],
             worker_runtime_env={"env_vars": worker_environment(machines.work)},
         ),
     )
@@ -116,16 +119,17 @@ class Bench:
         self.rank = ray.train.get_context().get_world_rank()
         self._session: Any = session.current()
         self._barriers = itertools.count()
+        self._peer: Any = None
         self._sync = multihost_utils.sync_global_devices
         self._workload = workload
         mesh = workload.make_mesh()
         self.step_function = workload.Step(mesh)
-        shapes = workload.gpt2_shapes(plan.gb) if plan.kind == "gpt2" else workload.small_shapes(5000)
-        self.state: Any = workload.make_state(mesh, shapes, "pmv" if plan.kind == "gpt2" else "p")
+        shapes = workload.SHAPES[plan.workload](plan.gb)
+        self.state: Any = workload.make_state(mesh, shapes, "pmv" if plan.workload == "W1" else "p")
         self.abstract, self.number, self.handle = workload.abstract(self.state), 0, None
         self.num_bytes = workload.num_bytes(self.state)
         self.samples.facts |= {"state_bytes": self.num_bytes, "num_leaves": len(jax.tree.leaves(self.state))}
-        if plan.kind == "gpt2":
+        if self.has_steps:
             self._calibrate(multihost_utils.broadcast_one_to_all)
 
     def _calibrate(self, broadcast: Any) -> None:
@@ -134,6 +138,11 @@ class Bench:
         agree = lambda number: int(broadcast(np.int32(number)))  # noqa: E731
         self.state = self.step_function.calibrate(self.state, self.plan.step_s, agree)
         self.samples.facts["num_products"] = self.step_function.num_products
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the state is trained, not only counted on: a step on thousands of leaves would measure XLA."""
+        return self.plan.workload != "W2"
 
     @property
     def own_bytes(self) -> int:
@@ -145,9 +154,9 @@ class Bench:
         self._sync(f"bench {next(self._barriers)}")
 
     def step(self) -> None:
-        """One train step; the state of 5,000 leaves is only counted on, as its step would measure XLA."""
+        """One train step."""
         self.number += 1
-        if self.plan.kind == "gpt2":
+        if self.has_steps:
             self.state = self.step_function(self.state, self.number)
 
     # Snapshots.
@@ -159,16 +168,28 @@ class Bench:
         self._one_snapshot("first ")
 
     def snapshots(self) -> None:
-        """Single ones, each until it is protected; then some with the package's own steps timed."""
-        from bench.phases import SNAPSHOT, timed_phases
-
-        for _ in range(2):
+        """Single ones, each until it is protected."""
+        # After the first one programs are compiled in the background: seconds on a busy machine.
+        self._await_staging()
+        for _ in range(3):
             self._one_snapshot("warm-up ")
         for _ in range(self.plan.repeats):
             self._one_snapshot("")
         self._note_memory("steady")
-        with timed_phases(self.samples, SNAPSHOT if "phases" in self.plan.parts else ()):
-            for _ in range(self.plan.repeats if "phases" in self.plan.parts else 0):
+
+    def _await_staging(self) -> None:
+        staging = self._session._planner._plan.staging
+        deadline = time.monotonic() + WAIT_S
+        while staging.is_wanted and not staging.is_ready and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.samples.facts["staging ready"] = staging.is_ready
+
+    def snapshot_phases(self) -> None:
+        """Some more, with the package's own steps timed."""
+        from bench.phases import SNAPSHOT, timed_phases
+
+        with timed_phases(self.samples, SNAPSHOT):
+            for _ in range(self.plan.repeats):
                 self._one_snapshot("phased ")
 
     def _one_snapshot(self, prefix: str) -> None:
@@ -255,7 +276,7 @@ class Bench:
         # With one copy each replicated leaf is in one store only, and the other ranks read it there.
         if restored.source != source and self.plan.copies > 1:
             raise RuntimeError(f"restored from {restored.source}, not from {source}")
-        if self.plan.kind == "gpt2" and self._workload.saved_step(self.state) != self.number:
+        if self.has_steps and self._workload.saved_step(self.state) != self.number:
             raise RuntimeError(f"restored another state than that of step {self.number}")
 
     @contextlib.contextmanager
@@ -314,7 +335,7 @@ class Bench:
 
     # Where the time goes, and the memory.
 
-    def phases(self) -> None:
+    def restore_phases(self) -> None:
         """Restores again, with the package's own steps timed: slightly slower, so apart."""
         from bench.phases import RESTORE, timed_phases
 
@@ -367,11 +388,24 @@ class Bench:
 
         measure_copies(self.samples, self.own_bytes, self.plan.repeats, self.barrier)
 
-    def orbax(self) -> None:
-        """Orbax on the same state, in the same processes."""
+    def save_async(self) -> None:
+        """Orbax's saving in the background, to the disk and to memory."""
         from bench import orbax_peers
 
-        if self.plan.kind == "gpt2":
-            orbax_peers.save_async(self)
+        for where, folder in orbax_peers.folders(self.work).items():
+            orbax_peers.save_async(self, where, folder)
+
+    def snapshotter(self) -> None:
+        """Orbax's Snapshotter, every rank on its own part of the state."""
+        from bench import orbax_peers
+
         self.state = orbax_peers.to_local(self)
-        orbax_peers.snapshotter(self)
+        self._peer = orbax_peers.snapshotter(self)
+
+    def loads(self) -> None:
+        """What Orbax's Snapshotter restores from."""
+        from bench import orbax_peers
+
+        if self._peer is None:
+            self.state = orbax_peers.to_local(self)
+        orbax_peers.load(self, self._peer)

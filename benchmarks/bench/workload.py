@@ -43,6 +43,13 @@ def square_shapes(num_leaves: int) -> dict[str, tuple[int, ...]]:
     return {f"m{i}": (1024, 1024) for i in range(num_leaves)}
 
 
+SHAPES: dict[str, Callable[[float], dict[str, tuple[int, ...]]]] = {
+    "W1": gpt2_shapes,
+    "W2": lambda _: small_shapes(5000),
+    "W3": lambda _: square_shapes(16),
+}
+
+
 def make_mesh(devices: list[jax.Device] | None = None) -> Mesh:
     """One axis over all devices of all processes, or over those given."""
     chosen = jax.devices() if devices is None else devices

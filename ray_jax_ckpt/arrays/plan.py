@@ -14,6 +14,7 @@ import numpy as np
 from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.arrays.capture import copy_host, pin
 from ray_jax_ckpt.arrays.skeleton import Skeleton
+from ray_jax_ckpt.arrays.staging import Place, Staging
 from ray_jax_ckpt.errors import TreeMismatchError
 from ray_jax_ckpt.model.index import Layout, lay_out
 from ray_jax_ckpt.model.placement import Holders, concerned, host_part_id, partners, place, shards_of, stored_bytes
@@ -60,20 +61,32 @@ class Plan:
         values: Leaves kept in the index.
         stored: Bytes of its own and of peers that the stores of each rank in this failure domain hold per generation;
             every rank's `local` leaves are taken to be as large as this one's.
+        staging: Copies that devices make first.
     """
 
     layout: Layout
     captures: tuple[Capture, ...] = field(repr=False)
     values: tuple[int, ...] = field(repr=False)
     stored: Mapping[int, tuple[int, int]]
+    staging: Staging = field(repr=False, compare=False)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Captured:
-    """A state at the time of the call: copies on their way to pinned host memory, numpy copies, encoded values."""
+    """A state at the time of the call.
+
+    Attributes:
+        plan: What it was captured by.
+        arrays: Copies: in pinned host memory or on their way there, on devices, or numpy.
+        places: Per item, which array holds its bytes, and where in it.
+        staged: Which arrays are on devices.
+        values: Encoded.
+    """
 
     plan: Plan
-    arrays: list[jax.Array | np.ndarray] = field(repr=False)
+    arrays: list[Any] = field(repr=False)
+    places: list[Place] = field(repr=False)
+    staged: list[int] = field(repr=False)
     values: dict[int, Any] = field(repr=False)
 
     def write(self, buffer: np.ndarray, copy: Callable[[np.ndarray, np.ndarray], str]) -> dict[str, list[str]]:
@@ -88,11 +101,31 @@ class Captured:
         Returns:
             The digests per part, in item order.
         """
+        try:
+            self._leave_devices()
+            return self._write(buffer, copy)
+        except jax.errors.JaxRuntimeError as error:
+            # A device can find out late that it has no room for a copy.
+            if "RESOURCE_EXHAUSTED" in str(error):
+                self.plan.staging.give_up(error)
+            raise
+
+    def _leave_devices(self) -> None:
+        """Starts the transfer of what is still on devices. The memory there is free as soon as its bytes are here."""
+        for number, array in zip(self.staged, pin([self.arrays[i] for i in self.staged]), strict=True):
+            self.arrays[number] = array
+        self.staged = []
+
+    def _write(self, buffer: np.ndarray, copy: Callable[[np.ndarray, np.ndarray], str]) -> dict[str, list[str]]:
         digests: dict[str, list[str]] = {part.id: [] for part in self.plan.layout.parts}
-        for item, array in zip(self.plan.captures, self.arrays, strict=True):
+        contents: dict[int, np.ndarray] = {}
+        for item, (number, start) in zip(self.plan.captures, self.places, strict=True):
+            content = contents.get(number)
+            if content is None:
+                array = np.ascontiguousarray(np.asarray(self.arrays[number]))
+                content = contents[number] = array.reshape(-1).view(np.uint8)
             target = buffer[item.offset : item.offset + item.num_bytes]
-            source = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
-            digests[item.part].append(copy(target, source))
+            digests[item.part].append(copy(target, content[start : start + item.num_bytes]))
         return digests
 
 
@@ -128,10 +161,15 @@ class HolderMaps:
 
 
 class Planner:
-    """Keeps the plan of the tree structure that was seen last; a changed tree gets a new one."""
+    """Keeps the plan of the tree structure that was seen last; a changed tree gets a new one.
 
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
+    Args:
+        topology: The group.
+        on_device: Whether states are copied on their devices first.
+    """
+
+    def __init__(self, topology: Topology, *, on_device: bool = False) -> None:
+        self._topology, self._on_device = topology, on_device
         self._signature: Any = None
         self._plan: Plan | None = None
 
@@ -144,7 +182,8 @@ class Planner:
         """
         signature = (flat.treedef, tuple(map(_signature, flat.leaves)))
         if self._plan is None or signature != self._signature:
-            self._plan, self._signature = make_plan(flat, self._topology), signature
+            plan = make_plan(flat, self._topology, on_device=self._on_device)
+            self._plan, self._signature = plan, signature
         return self._plan
 
 
@@ -154,19 +193,29 @@ def capture(plan: Plan, flat: tree.Flat) -> Captured:
     When it returns, the caller may do with the state what it likes.
     """
     data = {leaf: _plain(flat.leaves[leaf]) for leaf in {item.leaf for item in plan.captures}}
-    device = [i for i, item in enumerate(plan.captures) if item.shard is not None]
-    pinned = pin([data[plan.captures[i].leaf].addressable_data(plan.captures[i].shard) for i in device])
-    arrays: list[Any] = [None] * len(plan.captures)
-    for i, array in zip(device, pinned, strict=True):
+    staged = plan.staging.stage(_shards(plan.captures, data))
+    # With `on_device` the transfer can wait. Else it begins at once, also for what was packed on the way.
+    later = [i for i, is_copy in enumerate(staged.is_copy) if is_copy and plan.staging.whole]
+    now = sorted(set(range(len(staged.arrays))) - set(later))
+    arrays: list[Any] = list(staged.arrays)
+    for i, array in zip(now, pin([arrays[i] for i in now]), strict=True):
         arrays[i] = array
-    for i, item in enumerate(plan.captures):
+    on_devices = iter(staged.places)
+    places: list[Place] = []
+    for item in plan.captures:
+        places.append((len(arrays), 0) if item.shard is None else next(on_devices))
         if item.shard is None:
-            arrays[i] = copy_host(data[item.leaf])
-    return Captured(plan, arrays, {leaf: tree.encode_value(flat.leaves[leaf]) for leaf in plan.values})
+            arrays.append(copy_host(data[item.leaf]))
+    values = {leaf: tree.encode_value(flat.leaves[leaf]) for leaf in plan.values}
+    return Captured(plan, arrays, places, later, values)
 
 
-def make_plan(flat: tree.Flat, topology: Topology) -> Plan:
-    """See `Planner.plan`."""
+def _shards(captures: Sequence[Capture], data: Mapping[int, Any]) -> list[jax.Array]:
+    return [data[item.leaf].addressable_data(item.shard) for item in captures if item.shard is not None]
+
+
+def make_plan(flat: tree.Flat, topology: Topology, *, on_device: bool = False) -> Plan:
+    """See `Planner`."""
     specs = [tree.describe(*leaf) for leaf in zip(flat.paths, flat.keys, flat.leaves, strict=True)]
     _check_paths(flat.paths)
     shared, local, values, maps = [], [], [], HolderMaps(topology.ranks)
@@ -201,7 +250,10 @@ def make_plan(flat: tree.Flat, topology: Topology) -> Plan:
         parts=placed,
         skeleton=Skeleton.of(flat).to_json(),
     )
-    return Plan(layout, captures, tuple(values), _with_local(stored_bytes(parts), topology, sum(x[2] for x in local)))
+    stored = _with_local(stored_bytes(parts), topology, sum(x[2] for x in local))
+    data = {item.leaf: _plain(flat.leaves[item.leaf]) for item in captures}
+    staging = Staging(_shards(captures, data), whole=on_device)
+    return Plan(layout, captures, tuple(values), stored, staging)
 
 
 def _plain(leaf: Any) -> Any:

@@ -20,6 +20,7 @@ from jax.tree_util import (
     SequenceKey,
     all_leaves,
     keystr,
+    tree_flatten,
     tree_flatten_with_path,
 )
 
@@ -72,11 +73,31 @@ class Flat:
     treedef: Any
 
 
+_last: Flat | None = None
+
+
 def flatten(state: Any) -> Flat:
     """Flattens any pytree; None and empty nodes are part of the structure, not leaves."""
+    global _last
+    leaves, treedef = tree_flatten(state, is_leaf=_is_iterator)
+    known = _last
+    # Of thousands of leaves the paths take longer than all else; a train state has the same ones at every step.
+    if known is not None and _same(known.treedef, treedef):
+        return dataclasses.replace(known, leaves=leaves)
     with_paths, treedef = tree_flatten_with_path(state, is_leaf=_is_iterator)
     keys = tuple(tuple(key_path) for key_path, _ in with_paths)
-    return Flat(tuple(keystr(key) for key in keys), keys, [leaf for _, leaf in with_paths], treedef)
+    flat = Flat(tuple(keystr(key) for key in keys), keys, [leaf for _, leaf in with_paths], treedef)
+    # Without the leaves: they must not be kept alive.
+    _last = dataclasses.replace(flat, leaves=[])
+    return flat
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:
+        # What classes keep beside their leaves may not be comparable, such as arrays.
+        return False
 
 
 def _is_iterator(node: Any) -> bool:

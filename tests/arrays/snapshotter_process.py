@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ray_jax_ckpt.arrays import pathways
+from ray_jax_ckpt.arrays import pathways, tree
+from ray_jax_ckpt.arrays.plan import Planner, Topology, capture
 from ray_jax_ckpt.arrays.replicas import ShardedLeaf
 from ray_jax_ckpt.arrays.snapshotter import Snapshotter
 
@@ -31,6 +32,29 @@ def check(restored, rows, sharding):
     assert len(restored.addressable_shards) == 2
     for shard in restored.addressable_shards:
         np.testing.assert_array_equal(shard.data, content[shard.index])
+
+
+def capture_alone(state, rank):
+    """One process stages, the other does not even compile: a copy on devices needs nobody else."""
+    topology = Topology(rank, ("a", "b"), 1)
+    planner = Planner(topology, on_device=True)
+    flat = tree.flatten(state | {"small": [jnp.full(3, i) for i in range(20)]})
+    plan = planner.plan(flat)
+    if rank == 0:
+        plan.staging.compile()
+        assert plan.staging.is_ready
+    captured = capture(plan, flat)
+    assert bool(captured.staged) == (rank == 0)
+    state["rows"].delete()
+    buffer = np.empty(plan.layout.num_bytes, np.uint8)
+    captured.write(buffer, lambda target, source: np.copyto(target, source) or "")
+    content = np.arange(32, dtype=np.float32).reshape(8, 4)
+    rows = [(p, i) for p in plan.layout.parts for i in p.items if flat.paths[i.leaf] == "['rows']"]
+    assert len(rows) == 2
+    for part, item in rows:
+        start = part.offset + item.offset
+        found = buffer[start : start + item.num_bytes].view(np.float32).reshape(2, 4)
+        np.testing.assert_array_equal(found, content[slice(*item.box[0])])
 
 
 def main(port: str, rank: int) -> None:
@@ -67,6 +91,7 @@ def main(port: str, rank: int) -> None:
                 piece.data.delete()
         with pytest.raises(RuntimeError, match=r"\['fsdp'\]"):
             snap.load(template, reset_snapshot_state=False)
+    capture_alone({"rows": make(mesh, 8, ("replica", "fsdp"))}, rank)
     print("all well", flush=True)
     jax.distributed.shutdown()
 

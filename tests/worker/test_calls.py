@@ -218,6 +218,23 @@ def test_the_state_at_the_call_is_kept_whatever_happens_to_it_next(attempts):
     np.testing.assert_array_equal(restored["n"], np.arange(2.0**18))
 
 
+@pytest.mark.parametrize("staging", ["host", "device"])
+def test_steps_that_donate_their_state_do_not_reach_snapshots(attempts, eventually, staging):
+    session = attempts.begin(staging=staging)
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x * 2 + 1, state), donate_argnums=0)
+    state = {"w": state_of(0)["w"], "tiny": {f"{i:02d}": jnp.full(i + 1, i, jnp.bfloat16) for i in range(30)}}
+    for number in range(1, 5):
+        state = step(state)
+        wanted = jax.tree.map(np.array, state)
+        handle = rjc.snapshot(number, state)
+        state = step(step(state))
+        session.drain(20)
+        # After the first one the programs are compiled, in the background.
+        eventually(lambda: session._planner._plan.staging.is_ready)
+    restored = rjc.restore(handle).state
+    jax.tree.map(np.testing.assert_array_equal, restored, wanted)
+
+
 def test_restored_arrays_do_not_change_with_the_store_s_memory(attempts):
     attempts.begin()
     x = jnp.arange(2.0**18)
