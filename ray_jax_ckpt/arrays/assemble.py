@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from ray_jax_ckpt.model.recovery import Catalog, Stored, Want
 from ray_jax_ckpt.model.shards import Box, box_of, extent, volume, whole
 
 logger = logging.getLogger(__name__)
+
+_MAX_PATHS = 10
 
 Fetch = Callable[[Sequence[Want], Sequence[np.dtype]], Sequence[np.ndarray]]
 """Returns one array per wanted box, possibly a read-only view of memory that is valid until the restore ends."""
@@ -93,6 +95,7 @@ class Assembler:
         numbers = {spec.path: number for number, spec in enumerate(self._specs)}
         wanted = _broadcast(shardings, flat)
         saved = [i for i, leaf in enumerate(flat.leaves) if not tree.is_static(leaf)]
+        self._check_own(numbers[flat.paths[i]] for i in saved)
         targets = [self._target(numbers[flat.paths[i]], flat.leaves[i], wanted[i]) for i in saved]
         leaves = dict(enumerate(flat.leaves)) | dict(zip(saved, self._build(targets, fetch), strict=True))
         return jax.tree_util.tree_unflatten(flat.treedef, leaves.values())
@@ -107,6 +110,7 @@ class Assembler:
                 "dictionaries or lists, keys as their data. Pass abstract_state= to get back %s.",
                 "; ".join(lost),
             )
+        self._check_own(range(len(self._specs)))
         targets = [self._to_numpy(number) for number in range(len(self._specs))]
         return rebuild(self._specs, self._build(targets, fetch), skeleton)
 
@@ -154,19 +158,38 @@ class Assembler:
             return self._catalog.shared[number]
         if len(self._indices) == self._world_size:
             return self._catalog.local[self._rank, number]
-        return self._agreed(number)
+        # Equal on all: it was checked.
+        return self._catalog.local[self._own.layout.rank, number]
 
-    def _agreed(self, number: int) -> Sequence[Stored]:
-        """A process-local leaf in a group of another size: usable only if it was the same everywhere."""
-        copies = [self._catalog.local[index.layout.rank, number] for index in self._indices]
-        contents = {tuple((s.item.box, s.digest) for s in stored) for stored in copies}
-        if len(contents) > 1 or any(not digest for content in contents for _, digest in content):
+    def _check_own(self, numbers: Iterable[int]) -> None:
+        """What every process had to itself can be handed out in a group of another size if it was equal everywhere."""
+        if len(self._indices) == self._world_size:
+            return
+        found = {number: self._difference(number) for number in numbers if number in self._own.layout.local}
+        problems = [f"{self._specs[number].path} ({why})" for number, why in found.items() if why]
+        if problems:
+            more = f" and {len(problems) - _MAX_PATHS} more" if len(problems) > _MAX_PATHS else ""
             raise TreeMismatchError(
-                f"{self._specs[number].path}: every one of {len(self._indices)} processes snapshotted an array of "
-                f"its own here, and they differ, so {self._world_size} processes cannot share them out. Make it a "
-                "global array, or put per-process state into data=."
+                f"Each of {len(self._indices)} processes snapshotted these leaves for itself, so {self._world_size} "
+                f"processes cannot share them out: {', '.join(problems[:_MAX_PATHS])}{more}. Only what is known to be "
+                "equal on all of them could be. Make them global arrays on a mesh over all processes, put per-process "
+                "state into data=, leave them out of the template (partial=True), or restore in a group of "
+                f"{len(self._indices)}."
             )
-        return copies[0]
+
+    def _difference(self, number: int) -> str:
+        """Why a leaf that every process had to itself does not count as equal everywhere; empty if it does."""
+        first, *others = self._indices
+        expected = [(s.item.box, s.digest) for s in self._catalog.local[first.layout.rank, number]]
+        for index in others:
+            rank = index.layout.rank
+            pieces = [(s.item.box, s.digest) for s in self._catalog.local[rank, number]]
+            if any(not digest for _, digest in expected + pieces):
+                return "not compared: SnapshotConfig(verify=False) keeps no digests"
+            described = first.layout.leaves[number], first.values.get(number)
+            if pieces != expected or described != (index.layout.leaves[number], index.values.get(number)):
+                return f"rank {rank}'s differs from rank {first.layout.rank}'s"
+        return ""
 
     def _build(self, targets: Sequence[Target], fetch: Fetch) -> list[Any]:
         wants, dtypes = [], []
@@ -198,19 +221,8 @@ class Assembler:
 
     def _host_leaf(self, target: Target, boxes: Sequence[np.ndarray]) -> Any:
         if target.kind == "value":
-            return tree.decode_value(self._value(target.number))
+            return tree.decode_value(self._own.values[target.number])
         return np.array(boxes[target.first], dtype=target.dtype)
-
-    def _value(self, number: int) -> Any:
-        if len(self._indices) != self._world_size:
-            different = [i.layout.rank for i in self._indices if i.values.get(number) != self._own.values.get(number)]
-            if different:
-                raise TreeMismatchError(
-                    f"{self._specs[number].path}: the value differs between the processes that snapshotted it (ranks "
-                    f"{different[:5]} from rank {self._own.layout.rank}), and their number has changed. Put "
-                    "per-process state into data=."
-                )
-        return self._own.values[number]
 
     def _device_leaves(self, targets: Sequence[Target], boxes: Sequence[np.ndarray]) -> dict[int, jax.Array]:
         """All device arrays in one batched transfer: a call per leaf would dominate for trees of many small ones."""

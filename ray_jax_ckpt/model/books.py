@@ -56,32 +56,41 @@ class Entry:
         """Parts it needs: those announced, and every rank's host part (which announces the rest)."""
         return {host_part_id(rank) for rank in range(self.world_size)} | self.holders.keys()
 
-    def differing(self) -> dict[str, frozenset[str]]:
-        """Stores whose copy of a part is another than what its lowest rank captured, per part."""
+    # A large group reports thousands of times about a generation of thousands of parts: the transitions below look at
+    # the parts that they are about, and copy the rest in one piece.
+
+    def differing(self, parts: Iterable[str] | None = None) -> dict[str, frozenset[str]]:
+        """Stores whose copy of a part is another than what its lowest rank captured, by part: of all, or of these."""
+        claims = self.claims if parts is None else {part: self.claims[part] for part in parts if part in self.claims}
         found = {
             part: frozenset(store for store, digest in self.digests.get(part, {}).items() if digest != right)
-            for part, (_, right) in self.claims.items()
+            for part, (_, right) in claims.items()
         }
         return {part: stores for part, stores in found.items() if stores}
 
     def without(self, store: str, parts: Iterable[str]) -> Entry:
         """A store has no good copy of these parts."""
         gone = frozenset(parts)
+        holders = {part: self.holders[part] - {store} for part in gone & self.holders.keys()}
+        damaged = {part: self.damaged[part] - {store} for part in gone & self.damaged.keys()}
+        digests = {
+            part: {other: digest for other, digest in self.digests[part].items() if other != store}
+            for part in gone & self.digests.keys()
+        }
         return replace(
             self,
-            holders={part: stores - {store} if part in gone else stores for part, stores in self.holders.items()},
-            damaged={part: stores - {store} if part in gone else stores for part, stores in self.damaged.items()},
-            digests={
-                part: {s: d for s, d in digests.items() if s != store or part not in gone}
-                for part, digests in self.digests.items()
-            },
+            holders={**self.holders, **holders},
+            damaged={**self.damaged, **damaged},
+            digests={**self.digests, **digests},
         )
 
     def repairable(self, stores: Mapping[str, Iterable[str]]) -> Entry:
         """These stores have no good copy of these parts (by part), but room for one."""
-        holders = {part: found - frozenset(stores.get(part, ())) for part, found in self.holders.items()}
+        if not stores:
+            return self
+        holders = {part: self.holders[part] - frozenset(stores[part]) for part in stores.keys() & self.holders.keys()}
         more = {part: self.damaged.get(part, NOWHERE) | frozenset(found) for part, found in stores.items()}
-        return replace(self, holders=holders, damaged={**self.damaged, **more})
+        return replace(self, holders={**self.holders, **holders}, damaged={**self.damaged, **more})
 
 
 @dataclass(frozen=True)
@@ -332,9 +341,12 @@ def held(books: Books, report: Held) -> Books:
     entry = books.entries.get(generation) or Entry(report.world_size)
     if entry.structure and report.structure and entry.structure != report.structure:
         return abandoned(books, generation, "ranks snapshotted different trees, shapes or shardings")
-    entry = _compared(_told(entry, report))
+    entry = _told(entry, report)
+    # Copies that differ from what the lowest rank captured count as damaged. Others were compared when they were told.
+    parts = entry.differing(report.digests.keys() | report.claims.keys())
+    entry = entry.repairable(parts)
     books = replace(books, entries={**books.entries, generation: entry})
-    if books.reject_differing and (parts := entry.differing()):
+    if books.reject_differing and parts:
         return abandoned(books, generation, f"replicas of the parts {sorted(parts)} differ between ranks")
     return books
 
@@ -342,24 +354,18 @@ def held(books: Books, report: Held) -> Books:
 def _told(entry: Entry, report: Held) -> Entry:
     """Adds a report to what is known."""
     entry = entry.without(report.store, report.parts | report.damaged)
-    holders = {part: entry.holders.get(part, NOWHERE) for part in entry.holders.keys() | report.announced}
-    for part in report.parts:
-        holders[part] = holders.get(part, NOWHERE) | {report.store}
+    holders = {part: entry.holders.get(part, NOWHERE) for part in report.announced}
+    holders |= {part: entry.holders.get(part, NOWHERE) | {report.store} for part in report.parts}
     digests = {part: {**entry.digests.get(part, {}), report.store: digest} for part, digest in report.digests.items()}
     claims = {part: min(claim, entry.claims.get(part, claim)) for part, claim in report.claims.items()}
     entry = replace(
         entry,
-        holders=holders,
+        holders={**entry.holders, **holders},
         structure=entry.structure or report.structure,
         digests={**entry.digests, **digests},
         claims={**entry.claims, **claims},
     )
     return entry.repairable(dict.fromkeys(report.damaged, (report.store,)))
-
-
-def _compared(entry: Entry) -> Entry:
-    """Copies that differ from what the lowest rank captured count as damaged."""
-    return entry.repairable(entry.differing())
 
 
 def dropped(books: Books, store: str, generation: Generation, parts: Collection[str]) -> Books:

@@ -574,9 +574,10 @@ def test_another_number_of_processes_gets_what_was_equal_everywhere(mesh, saved_
     [
         ({"own": 1.0}, r"\['own'\]", "differ"),
         ({"n": 1.0}, r"\['n'\]", "differ"),
-        ({"step": 4}, r"\['step'\]", "value differs"),
+        ({"step": 4}, r"\['step'\]", "differ"),
+        ({"step": 4, "n": 1.0, "own": 1.0}, r"3 processes .*\['n'\] \(rank 1's.*\['own'\]", r"\['step'\]"),
     ],
-    ids=["array", "numpy", "value"],
+    ids=["array", "numpy", "value", "all"],
 )
 def test_another_number_of_processes_cannot_share_out_what_differed(mesh, difference, path, why):
     def state(rank):
@@ -589,6 +590,28 @@ def test_another_number_of_processes_cannot_share_out_what_differed(mesh, differ
             saved.restore(template, rank=rank, world_size=3)
     fewer = {name: leaf for name, leaf in shared_template(mesh).items() if name not in difference}
     saved.restore(fewer, rank=2, world_size=3, partial=True)
+
+
+def test_what_carries_no_digests_counts_as_different_and_the_reason_is_said(mesh):
+    def without_digests(saved):
+        for rank, raw in enumerate(saved.indices):
+            index = Index.from_bytes(raw)
+            bare = {part: ["" for _ in digests] for part, digests in index.digests.items()}
+            saved.indices[rank] = dataclasses.replace(index, digests=bare).to_bytes()
+        return saved
+
+    saved = without_digests(split([rank_state(r) for r in range(2)], LOCAL))
+    assert saved.restore(shared_template(mesh), rank=1)["own"].tolist() == [0, 0, 0]
+    with pytest.raises(TreeMismatchError, match=r"\['own'\] \(not compared: SnapshotConfig\(verify=False\)"):
+        saved.restore(shared_template(mesh), world_size=3)
+    alone = without_digests(split([rank_state(0)], LOCAL))
+    assert alone.restore(shared_template(mesh), rank=1, world_size=2)["own"].tolist() == [0, 0, 0]
+
+
+def test_equal_bytes_of_another_dtype_are_not_equal(mesh):
+    states = [rank_state(r) | {"n": np.zeros(2, dtype)} for r, dtype in enumerate((np.int64, np.float64))]
+    with pytest.raises(TreeMismatchError, match=r"\['n'\] \(rank 1's differs from rank 0's\)"):
+        split(states, LOCAL).restore(None, world_size=1)
 
 
 def test_a_global_array_for_several_processes_needs_a_sharding(mesh):
