@@ -9,6 +9,7 @@ from ray.train._internal.utils import get_address_and_port
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2.jax.config import _JaxBackend as RayJaxBackend
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "get_address_and_port",
     "max_failures",
     "num_nodes_of",
+    "run_location",
     "run_path",
     "scaling_config_of",
     "set_checkpoint",
@@ -39,6 +41,12 @@ def storage_filesystem(train_run_context: Any) -> pyarrow.fs.FileSystem:
 def run_path(train_run_context: Any) -> str:
     """The run's directory on its filesystem."""
     return train_run_context.run_config.storage_context.experiment_fs_path
+
+
+def run_location(name: str, storage_path: str, filesystem: Any) -> tuple[pyarrow.fs.FileSystem, str]:
+    """Where a run with these settings of RunConfig has its directory. Nothing is written."""
+    context = StorageContext(storage_path, name, storage_filesystem=filesystem, read_only=True)
+    return context.storage_filesystem, context.experiment_fs_path
 
 
 def max_failures(train_run_context: Any) -> int:

@@ -84,9 +84,8 @@ class CheckpointManager(_Callback):
                 stacklevel=2,
             )
         filesystem, path = _ray_compat.storage_filesystem(train_run_context), _ray_compat.run_path(train_run_context)
-        identity = RunIdentity(fleet.run_digest(_describe(filesystem), path), path, filesystem)
         here = ray.get_runtime_context().get_node_id()
-        self._coordinator = start_coordinator(identity, self._config, here)
+        self._coordinator = start_coordinator(run_identity(filesystem, path), self._config, here)
         # Finds living stores now: their orphan timeout must not pass while the run waits for resources.
         self._coordinator.open.remote()
 
@@ -199,6 +198,11 @@ def warn_of_few_domains(members: Sequence[Member], copies: int) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def run_identity(filesystem: Any, path: str) -> RunIdentity:
+    """The run that has its directory there: the same for every driver."""
+    return RunIdentity(fleet.run_digest(_describe(filesystem), path), path, filesystem)
 
 
 def _describe(filesystem: Any) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -26,6 +27,7 @@ from ray_jax_ckpt.memory.store import writer_identity
 from ray_jax_ckpt.model.index import Index, Layout
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
+from ray_jax_ckpt.observe import faults
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class Pipeline:
     ) -> None:
         self._store, self._replace_store, self._room = store, replace_store, room
         self._attempt, self._timeout_s, self._failed = attempt, timeout_s, failed
-        self._copy = functools.partial(copy_and_digest, verify=verify)
+        self._verify = verify
         self._writer = writer_identity()
         self._mappings: dict[str, Mapping] = {}
         self._changed = threading.Condition()
@@ -226,8 +228,11 @@ class Pipeline:
         grant, job.grant = job.grant or self._begin(job, self._timeout_s), None
         try:
             buffer, (layout, offsets) = self._mapping(grant).view(), self._place(job)
-            digests = job.captured.write(buffer, self._copy)
-            blobs = write_blobs(buffer, layout, job.data.blobs, offsets, self._copy)
+            faults.reach("grant", job.generation.step)
+            copy = functools.partial(self._copy_item, job.generation.step)
+            digests = job.captured.write(buffer, copy)
+            blobs = write_blobs(buffer, layout, job.data.blobs, offsets, copy)
+            faults.reach("commit", job.generation.step)
             values, data = job.captured.values, job.data.encoded
             index = Index(job.generation, layout, digests, values, data, _numbers(job), blobs)
             ref = self._store.commit.remote(self._attempt, grant.slot, index.to_bytes())
@@ -235,6 +240,11 @@ class Pipeline:
         except BaseException:
             self._store.cancel.remote(grant.slot)
             raise
+
+    def _copy_item(self, step: int, target: np.ndarray, source: np.ndarray) -> str:
+        digest = copy_and_digest(target, source, self._verify)
+        faults.reach("copy", step)
+        return digest
 
     def _mapping(self, grant: Grant) -> Mapping:
         found = self._mappings.pop(grant.segment.id, None)

@@ -30,6 +30,7 @@ from ray_jax_ckpt.memory.arena import available_bytes
 from ray_jax_ckpt.memory.messages import Decision
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
+from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.pipeline import GRACE_S, Job, Pipeline
 from ray_jax_ckpt.start_hook import Wiring
 
@@ -44,6 +45,7 @@ class Session:
     def __init__(self, wiring: Wiring, decision: Decision, rank: int) -> None:
         self.coordinator, self.config, self.decision, self.rank = wiring.coordinator, wiring.config, decision, rank
         self.restores = 0
+        faults.identify(rank)
         self.committed_any = False
         self._handle: SnapshotCheckpoint | None = None
         self._leased: Generation | None = None
@@ -94,6 +96,7 @@ class Session:
             if not self._make_way(generation, force, timeout_s):
                 return None
             handle = SnapshotCheckpoint(generation, metrics)
+            faults.reach("capture", step)
             job = Job(generation, capture(plan, flat), data_state, handle.metrics)
             if force:
                 # Last, so that whatever else fails before leaves no reserved buffer behind.

@@ -18,6 +18,7 @@ from ray_jax_ckpt.memory.messages import Located
 from ray_jax_ckpt.memory.reader import Reader
 from ray_jax_ckpt.model.books import Status
 from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.session import Session, current
 
 
@@ -132,8 +133,10 @@ def restore(
     bound = session.config.timeout_s if timeout_s is None else timeout_s
     handle = _snapshot_of(checkpoint)
     session.record("restore_begin", step=handle.step)
+    faults.reach("restore", handle.step)
     located = _locate(session, handle, bound)
     try:
+        faults.reach("read", handle.step)
         indices = [Index.from_bytes(raw) for raw in located.indices]
         state, states, source = _read(
             session, located, indices, abstract_state, shardings, Options(partial, cast), bound
@@ -141,6 +144,7 @@ def restore(
         own = _own_data(session, data, states, reshard_data)
         if data is not None:
             put_back(data, own)
+        faults.reach("confirm", handle.step)
         key = (session.rank, session.decision.attempt, session.restores + 1)
         session.ask(session.coordinator.confirm.remote(*key, handle.generation, bound), bound)
     except BaseException:

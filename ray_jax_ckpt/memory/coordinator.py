@@ -32,6 +32,7 @@ from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model.books import Books, Held, Status
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
+from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.observe.events import EventLog
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,7 @@ class Coordinator:
         A coordinator that was killed and started again learns by this that it has to find its stores.
         """
         await self.open()
+        faults.reach("report", report.generation.step)
         await self._ledger.report(report)
 
     async def abandon(self, generation: Generation, reason: str) -> None:

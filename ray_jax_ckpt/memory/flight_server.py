@@ -18,6 +18,8 @@ from ray_jax_ckpt.memory import wire
 from ray_jax_ckpt.memory.digest import digest
 from ray_jax_ckpt.memory.stream import SCHEMA, fill, pack, to_batch
 from ray_jax_ckpt.memory.wire import PushHeader
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.observe import faults
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +179,8 @@ class _Server(fl.FlightServerBase):
             proof = wire.server_proof(self._secret, self.address, request.nonce)
             yield to_batch(memoryview(b"")), proof.encode()
             for chunk in pack(self._read(request)):
-                yield to_batch(chunk), digest(chunk).encode() if request.verify else b""
+                said = digest(chunk).encode() if request.verify else b""
+                yield to_batch(faults.tamper("serve", request.ranges[0][0], chunk)), said
 
     def _read(self, request: wire.FetchTicket) -> Iterator[memoryview]:
         for generation, part, offset, nbytes in request.ranges:
@@ -195,6 +198,7 @@ class _Server(fl.FlightServerBase):
     ) -> None:
         header = request.header
         try:
+            faults.reach("receive", Generation.parse(header.generation).step)
             writer.write_metadata(wire.server_proof(self._secret, self.address, request.nonce).encode())
             fill(target, header, reader)
         except BaseException:

@@ -23,6 +23,7 @@ from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model.books import Books, Held, Status
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
+from ray_jax_ckpt.observe import faults
 
 logger = logging.getLogger(__name__)
 
@@ -284,6 +285,7 @@ class Ledger:
         self.changed.ring()
         free = self.books.releasable()
         if free:
+            faults.reach("free", max(free).step)
             for handle in self.roster.handles.values():
                 handle.release.remote(free)
             self.books = books_.released(self.books, free)
@@ -329,6 +331,7 @@ class Ledger:
         Raises:
             RestoreError: One was found, and its stores stopped answering.
         """
+        faults.reach("decide", next((generation.step for generation in self.books.complete()), -1))
         while (choice := books_.attempt_started(self.books, attempt)[1]) is not None and self._config.verify:
             await self.verify(choice, {n: h for n, h in self.roster.handles.items() if n in self.books.domains})
             if choice in self.books.complete():

@@ -128,6 +128,23 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """What a store tells somebody who looks at a run from outside.
+
+    Attributes:
+        pid: Its process id.
+        rank: Of the worker that it serves; None before it was told of its group.
+        coordinator: Whom it reports to.
+        generations: Of which it holds something.
+    """
+
+    pid: int
+    rank: int | None
+    coordinator: ActorHandle | None
+    generations: tuple[Generation, ...]
+
+
+@dataclass(frozen=True)
 class Inventory:
     """A store's answer to the question who it is and what it holds."""
 

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from ray_jax_ckpt.errors import SnapshotLostError, StoreError
 from ray_jax_ckpt.memory.arena import process_alive, process_start_time
 from ray_jax_ckpt.memory.content import Content, push_message
-from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, RankIndex, StoreView
+from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, Probe, RankIndex, StoreView
 from ray_jax_ckpt.memory.pusher import Pusher
 from ray_jax_ckpt.memory.shelf import Shelf
 from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader
@@ -28,6 +28,7 @@ from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.pushes import PushJob
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
+from ray_jax_ckpt.observe import faults
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +121,18 @@ class ReplicaStore:
         """Process id of this store."""
         return os.getpid()
 
+    def probe(self) -> Probe:
+        """Who it is, for somebody who looks on; no sign of life of its run."""
+        with self._shelf.changed:
+            generations = tuple(sorted(self._shelf.slots.generations()))
+        return Probe(os.getpid(), self._rank(), self._coordinator, generations)
+
     def join_group(self, group: Group) -> None:
         """Whom to push to in the group's attempt. Raises StaleAttemptError if a newer one has started."""
         with self._shelf.changed:
             slots_.check_attempt(self._shelf.slots, group.attempt)
             self._group = group
+            faults.identify(self._rank())
             self._shelf.forget_sizes()
             self._shelf.update(lambda slots: slots_.fence(slots, group.attempt))
 
@@ -156,6 +164,7 @@ class ReplicaStore:
         content = Content.own(raw_index)
         self._shelf.commit(slot, attempt, content)
         index = content.indices[0]
+        faults.reach("committed", index.generation.step)
         self._tell(index.generation)
         self._push_own(index)
 
@@ -187,7 +196,9 @@ class ReplicaStore:
             except (ValueError, StoreError):
                 self._shelf.update(lambda slots: slots_.cancel(slots, slot))
                 raise
-        self._tell(Generation.parse(header.generation))
+        generation = Generation.parse(header.generation)
+        faults.reach("received", generation.step)
+        self._tell(generation)
 
     # Reading.
 
@@ -205,6 +216,7 @@ class ReplicaStore:
 
     def verify(self, generation: Generation) -> frozenset[str]:
         """Digests everything held of a generation again, drops what is bad, and returns the good parts."""
+        faults.reach("verify", generation.step)
         return self._shelf.verify(generation)
 
     def lease(self, hold: Lease) -> None:
@@ -229,6 +241,10 @@ class ReplicaStore:
 
     # Inside.
 
+    def _rank(self) -> int | None:
+        addresses = self._group.addresses if self._group is not None else {}
+        return next((rank for rank, address in addresses.items() if address == self._server.address), None)
+
     def _reports(self) -> tuple[Held, ...]:
         with self._shelf.changed:
             found = [self._shelf.report(one, self._incarnation) for one in sorted(self._shelf.slots.generations())]
@@ -252,6 +268,7 @@ class ReplicaStore:
         except StoreError as error:
             raise SnapshotLostError(str(error)) from error
         try:
+            faults.reach("push", job.generation.step)
             header, buffers = self._materialize(job)
             self._clients.push(address, header, buffers, timeout_s=self._options.timeout_s)
         finally:

@@ -33,6 +33,7 @@ from ray_jax_ckpt.memory.digest import as_bytes
 from ray_jax_ckpt.memory.flight_server import FlightServer, Provider
 from ray_jax_ckpt.memory.stream import SCHEMA, Guard, cut, scatter, to_batch
 from ray_jax_ckpt.memory.wire import PartSpan, PushHeader
+from ray_jax_ckpt.observe import faults
 
 __all__ = [
     "FlightClients",
@@ -280,7 +281,7 @@ def _push_stream(
     try:
         writer.begin(SCHEMA)
         call.check_proof(reader.read_chunk().app_metadata)
-        sent = _send(writer, reader, chunks)
+        sent = _send(writer, reader, header.generation, chunks)
         if sent != header.total_bytes:
             raise StoreError(f"sent {sent} bytes for a header of {header.total_bytes} bytes")
         writer.done_writing()
@@ -296,12 +297,15 @@ def _push_stream(
 
 
 def _send(
-    writer: fl.FlightStreamWriter, reader: fl.FlightStreamReader, chunks: Iterable[memoryview | np.ndarray]
+    writer: fl.FlightStreamWriter,
+    reader: fl.FlightStreamReader,
+    generation: str,
+    chunks: Iterable[memoryview | np.ndarray],
 ) -> int:
     sent = 0
     for piece in cut(as_bytes(chunk) for chunk in chunks):
         try:
-            writer.write_batch(to_batch(piece))
+            writer.write_batch(to_batch(faults.tamper("send", generation, piece)))
         except (pa.ArrowException, OSError):
             # Writing only says that the stream is broken; reading says why.
             reader.read_chunk()
