@@ -151,7 +151,11 @@ def test_when_every_copy_is_damaged_all_ranks_go_back_to_the_older_generation(no
 
 def kill_coordinator_reports(group) -> None:
     """Without a coordinator nothing is freed: the books of the next one come from the inventories."""
+    pid = ray.get(group.coordinator.pid.remote())
+    started = process_start_time(pid)
     ray.kill(group.coordinator)
+    # On a busy machine it would live to hear of the next commit, and free what that replaces.
+    eventually(lambda: not process_alive(pid, started))
 
 
 def test_a_new_driver_takes_over_living_stores_with_the_next_attempt(nodes, run):
