@@ -10,6 +10,7 @@ from ray.actor import ActorHandle
 from ray_jax_ckpt.memory.arena import SegmentHandle
 from ray_jax_ckpt.model.books import Held
 from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.model.slots import Lease, Phase, Slot
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,20 @@ class Probe:
         pid: Its process id.
         rank: Of the worker that it serves; None before it was told of its group.
         coordinator: Whom it reports to.
-        generations: Of which it holds something.
+        slots: Its buffers in use.
+        leases: Holds on them.
     """
 
     pid: int
     rank: int | None
     coordinator: ActorHandle | None
-    generations: tuple[Generation, ...]
+    slots: tuple[Slot, ...]
+    leases: tuple[Lease, ...]
+
+    @property
+    def generations(self) -> set[Generation]:
+        """Generations of which it holds something."""
+        return {slot.generation for slot in self.slots if slot.phase is Phase.HELD}
 
 
 @dataclass(frozen=True)

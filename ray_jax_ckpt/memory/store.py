@@ -123,9 +123,9 @@ class ReplicaStore:
 
     def probe(self) -> Probe:
         """Who it is, for somebody who looks on; no sign of life of its run."""
-        with self._shelf.changed:
-            generations = tuple(sorted(self._shelf.slots.generations()))
-        return Probe(os.getpid(), self._rank(), self._coordinator, generations)
+        slots = self._shelf.slots
+        buffers, leases = tuple(slots.used.values()), tuple(slots.leases.values())
+        return Probe(os.getpid(), self._rank(), self._coordinator, buffers, leases)
 
     def join_group(self, group: Group) -> None:
         """Whom to push to in the group's attempt. Raises StaleAttemptError if a newer one has started."""

@@ -1,0 +1,103 @@
+"""One cluster for all tests of this directory: a head that runs no worker, three nodes, and the faults' directory."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from crew import Crew, Pool
+from ray.cluster_utils import Cluster
+
+from ray_jax_ckpt.testing import FaultPlan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="package")
+def shared_plan() -> Iterator[FaultPlan]:
+    """In the environment before the cluster starts, so that all its processes have it."""
+    with FaultPlan() as found:
+        yield found
+
+
+@pytest.fixture(scope="package")
+def cluster(shared_plan: FaultPlan) -> Iterator[Cluster]:
+    """Nodes without CPUs: stores, coordinators and stub workers need none, and Ray then starts no idle workers."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # JAX may run in this process; what Ray forks off executes another program at once.
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+        paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        for _ in range(3):
+            cluster.add_node(num_cpus=0)
+        ray.init(address=cluster.address, log_to_driver=False)
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="package")
+def nodes(cluster: Cluster) -> list[tuple[str, str]]:
+    """Id and address of the three nodes."""
+    head = cluster.head_node.node_id
+    found: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != head]
+    return sorted((node["NodeID"], node["NodeManagerAddress"]) for node in found)
+
+
+@pytest.fixture(scope="package")
+def pool(nodes: list[tuple[str, str]]) -> Pool:
+    """Workers that have started."""
+    return Pool([node for node, _ in nodes[:2]])
+
+
+@pytest.fixture
+def plan(shared_plan: FaultPlan) -> Iterator[FaultPlan]:
+    """Faults of one test."""
+    yield shared_plan
+    shared_plan.disarm()
+
+
+@pytest.fixture
+def run() -> str:
+    """A run that nobody else uses."""
+    return new_run()
+
+
+def new_run() -> str:
+    return f"test{uuid.uuid4().hex[:8]}"
+
+
+class Shift:
+    """The crew that tests share as long as each leaves it as good as new."""
+
+    crew: Crew | None = None
+
+
+@pytest.fixture(scope="module")
+def shift() -> Iterator[Shift]:
+    """Ends the run with the module's last test, and sees that nothing of it is left."""
+    found = Shift()
+    yield found
+    if found.crew is not None:
+        found.crew.close() if found.crew.sound else found.crew.abort()
+
+
+@pytest.fixture
+def crew(shift: Shift, nodes: list[tuple[str, str]], pool: Pool) -> Crew:
+    """A run of two workers on two nodes, after a start. A test that passes has to leave it without a trace."""
+    if shift.crew is not None and not shift.crew.sound:
+        shift.crew.abort()
+        shift.crew = None
+    if shift.crew is None:
+        shift.crew = Crew(new_run(), nodes[:2], pool)
+    shift.crew.sound = False
+    return shift.crew

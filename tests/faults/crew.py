@@ -1,0 +1,294 @@
+"""Stub workers that are processes of their own, so that they can be killed and stopped: no Ray Train, no devices.
+
+They call the package as a train function does, with states of numpy arrays, on real stores and a real coordinator.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_jax_ckpt.config import SnapshotConfig
+from ray_jax_ckpt.errors import CheckpointError
+from ray_jax_ckpt.memory import fleet
+from ray_jax_ckpt.memory.arena import process_alive, process_start_time
+from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
+from ray_jax_ckpt.memory.messages import Decision, Member
+from ray_jax_ckpt.model.books import Status
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.model.slots import Phase, Slot
+from ray_jax_ckpt.start_hook import Wiring
+from ray_jax_ckpt.testing import LiveRun
+
+CONFIG = SnapshotConfig(every_n_steps=1, copies=2, timeout_s=8, orphan_timeout_s=120)
+ELEMENTS = 9_000_001  # two chunks of a transfer
+WAIT_S = 60.0
+
+
+def state_of(rank: int, step: int, extra: bool = False) -> dict[str, Any]:
+    """Every rank's and every step's differs in every array. `extra`: the tree has one leaf more."""
+    w = np.arange(ELEMENTS, dtype=np.uint8) * np.uint8(2 * rank + 3) + np.uint8(step % 251)
+    state = {"w": w, "m": {"v": np.full(999, rank + step / 7)}, "step": step, "name": "crew", "nothing": None}
+    return state | {"extra": np.full(33, step)} if extra else state
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    """Waits for a condition and returns its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{condition} not within {timeout_s} s"
+        time.sleep(0.05)
+    return value
+
+
+class Worker:
+    """One training process; a rank of one attempt after the other."""
+
+    def ready(self) -> int:
+        """Its process id, when everything is imported."""
+        import jax
+
+        import ray_jax_ckpt.worker  # noqa: F401  # imported before a test's time counts
+
+        jax.devices()
+        return os.getpid()
+
+    def begin(self, wiring: Wiring, decision: Decision, rank: int) -> None:
+        """What the manager's start hook does."""
+        from ray_jax_ckpt import session
+
+        session._current = session.Session(wiring, decision, rank)
+
+    def snapshot(self, step: int, extra: bool = False) -> bool:
+        """Whether it was taken. The copying goes on in the background."""
+        import ray_jax_ckpt as rjc
+        from ray_jax_ckpt import session
+
+        return rjc.snapshot(step, state_of(session.current().rank, step, extra)) is not None
+
+    def problem(self) -> str:
+        """What waiting for the last snapshot says; "" if it becomes protected."""
+        import ray_jax_ckpt as rjc
+
+        try:
+            rjc.wait()
+        except Exception as error:
+            return repr(error)
+        return ""
+
+    def snapshot_for_ever(self, step: int) -> None:
+        """One after the other, whatever becomes of them."""
+        while True:
+            try:
+                self.snapshot(step)
+            except Exception:
+                time.sleep(0.1)
+            step += 1
+
+    def restore(self, timeout_s: float, extra: bool = False) -> tuple[int, str]:
+        """Restores what was decided, compares every bit; step and source."""
+        import ray_jax_ckpt as rjc
+        from ray_jax_ckpt import session
+        from ray_jax_ckpt.checkpoint import SnapshotCheckpoint
+        from ray_jax_ckpt.testing import assert_identical
+
+        current = session.current()
+        located = current.decision.located
+        assert located is not None, "nothing to restore"
+        handle = SnapshotCheckpoint(located.generation)
+        restored = rjc.restore(handle, state_of(99, 99, extra), timeout_s=timeout_s)
+        assert_identical(restored.state, state_of(current.rank, handle.step, extra))
+        return restored.step, restored.source
+
+
+class Pool:
+    """Worker processes that have started already, per node: starting one takes seconds."""
+
+    def __init__(self, spares: Sequence[str] = ()) -> None:
+        self._ready: dict[str, list[Any]] = {node: [start_worker(node)] for node in spares}
+
+    def take(self, node_id: str) -> Any:
+        """A fresh worker on a node; the next one begins to start."""
+        ready = self._ready.setdefault(node_id, [])
+        worker = ready.pop() if ready else start_worker(node_id)
+        ready.append(start_worker(node_id))
+        return worker
+
+
+def start_worker(node_id: str) -> Any:
+    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    actor: Any = ray.remote(Worker).options(num_cpus=0, max_concurrency=4, scheduling_strategy=here)
+    worker = actor.remote()
+    worker.ready.remote()
+    return worker
+
+
+class Crew:
+    """A run with one worker per node given, over many attempts. After each test it must be as good as new."""
+
+    def __init__(self, run: str, nodes: list[tuple[str, str]], pool: Pool, config: SnapshotConfig = CONFIG) -> None:
+        self.run, self.nodes, self.config, self._pool = run, nodes, config, pool
+        self.workers: dict[int, Any] = {}
+        self.pids: dict[int, int] = {}
+        self.decision: Decision | None = None
+        self.live = LiveRun(run)
+        self.sound = False
+        self._last_step = 0
+        self._restored_in = 0
+        self.start_coordinator()
+
+    def start_coordinator(self) -> None:
+        """Such as a driver starts."""
+        here = ray.get_runtime_context().get_node_id()
+        self.coordinator = start_coordinator(RunIdentity(self.run, f"/nowhere/{self.run}", None), self.config, here)
+
+    @property
+    def ranks(self) -> range:
+        return range(len(self.nodes))
+
+    @property
+    def attempt(self) -> int:
+        assert self.decision is not None
+        return self.decision.attempt
+
+    def steps(self) -> int:
+        """The next step: they grow over all attempts."""
+        self._last_step += 10
+        return self._last_step
+
+    def begin(self, fresh: Sequence[int] = ()) -> int | None:
+        """A new attempt, as Ray Train makes one: dead workers, and those of `fresh`, are replaced.
+
+        Returns the step that is restored.
+        """
+        for rank in self.ranks:
+            if rank in fresh or not self._lives(rank):
+                self.workers[rank] = self._pool.take(self.nodes[rank][0])
+        members = tuple(Member(rank, node, ip, 0, node) for rank, (node, ip) in enumerate(self.nodes))
+        self.decision = ray.get(self.coordinator.begin_attempt.remote(members), timeout=WAIT_S)
+        wiring = Wiring(self.coordinator, self.config)
+        ray.get([w.begin.remote(wiring, self.decision, rank) for rank, w in self.workers.items()], timeout=WAIT_S)
+        self.pids = dict(enumerate(ray.get([self.workers[rank].ready.remote() for rank in self.ranks])))
+        located = self.decision.located
+        return located.generation.step if located else None
+
+    def _lives(self, rank: int) -> bool:
+        try:
+            ray.get(self.workers[rank].ready.remote(), timeout=WAIT_S)
+        except (KeyError, RayError):
+            return False
+        return True
+
+    def skip_to(self, step: int) -> None:
+        """Steps go on from this one."""
+        self._last_step = step
+
+    def snapshot(self, step: int, ranks: Sequence[int] | None = None, extra: Sequence[int] = ()) -> None:
+        """All ranks snapshot a step; returns at once, and nobody asks what became of it."""
+        for rank in self.ranks if ranks is None else ranks:
+            self.workers[rank].snapshot.remote(step, rank in extra)
+
+    def problem(self, rank: int) -> str:
+        """What a rank is told that waits for its last snapshot."""
+        return ray.get(self.workers[rank].problem.remote(), timeout=WAIT_S)
+
+    def generation(self, step: int) -> Generation:
+        """A step of this attempt after a restore, or before any."""
+        return Generation(self.attempt, 1 if self._restored_in == self.attempt else 0, step)
+
+    def protect(self, step: int, timeout_s: float = WAIT_S, extra: Sequence[int] = ()) -> None:
+        """A step is snapshotted by all ranks and becomes protected, in as many domains as asked for."""
+        refs = [self.workers[rank].snapshot.remote(step, rank in extra) for rank in self.ranks]
+        taken = ray.get(refs, timeout=WAIT_S)
+        assert taken == [True] * len(self.nodes)
+        wanted = min(self.config.copies, len(self.nodes))
+        assert self.wait(step, timeout_s) == (wanted, self.config.copies)
+
+    def recover(self) -> int:
+        """Snapshots until one becomes protected, as a training does that goes on; its step."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            step = self.steps()
+            try:
+                self.protect(step, timeout_s=self.config.timeout_s)
+            except (AssertionError, CheckpointError):
+                assert time.monotonic() < deadline
+                continue
+            return step
+
+    def wait(self, step: int, timeout_s: float = WAIT_S) -> tuple[int, int]:
+        """Until a step of this attempt is protected. The coordinator may be starting again meanwhile."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ref = self.coordinator.wait.remote(self.generation(step), Status.PROTECTED, timeout_s)
+            try:
+                return ray.get(ref, timeout=timeout_s + 10)
+            except ray.exceptions.RayActorError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+
+    def restore(self, extra: Sequence[int] = ()) -> list[tuple[int, str]]:
+        """All ranks restore, and each compares with what it had. Steps and sources by rank."""
+        timeout_s = self.config.timeout_s
+        refs = [self.workers[rank].restore.remote(timeout_s, rank in extra) for rank in self.ranks]
+        found = ray.get(refs, timeout=WAIT_S)
+        self._restored_in = self.attempt
+        return found
+
+    def latest(self) -> int | None:
+        """Step of the newest complete generation."""
+        generation = ray.get(self.coordinator.latest.remote(), timeout=WAIT_S)
+        return None if generation is None else generation.step
+
+    def store_pid(self, rank: int) -> int:
+        return eventually(lambda: self.live.stores().get(rank))
+
+    def slots(self, rank: int) -> list[Slot]:
+        """The buffers of a rank's store that are in use."""
+        assert self.decision is not None
+        return list(ray.get(self.decision.stores[rank].probe.remote(), timeout=WAIT_S).slots)
+
+    def settle(self) -> None:
+        """The newest generation is all that is left of this test."""
+        eventually(lambda: not self.leftovers(), self.config.timeout_s + 20)
+        limit = 2 * len(self.nodes) * 1.3 * ELEMENTS
+        for rank, store in self.decision.stores.items() if self.decision else ():
+            held = ray.get(store.held_bytes.remote(), timeout=WAIT_S)
+            assert held <= limit, f"the store of rank {rank} holds {held} bytes"
+        self.sound = True
+
+    def leftovers(self) -> list[str]:
+        """What the run holds beyond the newest generation's copies in two stores."""
+        left = []
+        handles = fleet.living_stores(self.run)
+        if len(handles) != len(self.nodes):
+            left.append(f"{len(handles)} stores")
+        probes = {name: ray.get(handle.probe.remote(), timeout=WAIT_S) for name, handle in handles.items()}
+        newest = max((slot.generation for probe in probes.values() for slot in probe.slots), default=None)
+        for name, probe in probes.items():
+            left += [f"{name}: {slot}" for slot in probe.slots if slot.generation != newest or slot.phase != Phase.HELD]
+            left += [f"{name}: {lease}" for lease in probe.leases]
+        return left
+
+    def close(self) -> None:
+        """Ends the run, as the manager does after a run that ended well; nothing of it is left."""
+        pids = list(self.live.stores().values())
+        started = {pid: process_start_time(pid) for pid in pids}
+        ray.get(self.coordinator.finish.remote(keep=False), timeout=WAIT_S)
+        ray.kill(self.coordinator)
+        eventually(lambda: not fleet.living_stores(self.run))
+        eventually(lambda: not any(process_alive(pid, start) for pid, start in started.items() if start is not None))
+        self.abort()
+
+    def abort(self) -> None:
+        """Ends everything at once."""
+        ray.kill(self.coordinator)
+        for actor in [*self.workers.values(), *fleet.living_stores(self.run).values()]:
+            ray.kill(actor)
