@@ -47,6 +47,8 @@ class RunIdentity:
     filesystem: pyarrow.fs.FileSystem | None
 
 
+# Calls that meet a coordinator while it is started again wait for it, instead of costing an attempt.
+MAX_TASK_RETRIES = 3
 # All ranks may wait in the coordinator at once while their stores' reports have to get through.
 MAX_CONCURRENT_CALLS = 100_000
 
@@ -55,7 +57,11 @@ def start_coordinator(run: RunIdentity, config: SnapshotConfig, node_id: str) ->
     """Starts a run's coordinator on a node, owned by the calling process. Ray starts it again if it is killed."""
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     actor: Any = ray.remote(Coordinator).options(
-        num_cpus=0, scheduling_strategy=here, max_concurrency=MAX_CONCURRENT_CALLS, max_restarts=-1
+        num_cpus=0,
+        scheduling_strategy=here,
+        max_concurrency=MAX_CONCURRENT_CALLS,
+        max_restarts=-1,
+        max_task_retries=MAX_TASK_RETRIES,
     )
     return actor.remote(run, config)
 

@@ -44,7 +44,7 @@ class LiveRun:
 
     def held_steps(self, rank: int) -> set[int]:
         """Steps of which the store of a rank holds something."""
-        return {generation.step for _, probe in self._of(rank) for generation in probe.generations}
+        return {generation.step for _, probe in self.probes(rank) for generation in probe.generations}
 
     def damage(self, rank: int, *, step: int | None = None, how: Literal["flip", "truncate"] = "flip") -> list[str]:
         """Damages what the store of a rank holds of a step, in place, as failing memory does. Nobody is told.
@@ -60,7 +60,7 @@ class LiveRun:
         Raises:
             SnapshotLostError: That store holds nothing of it.
         """
-        for handle, probe in self._of(rank):
+        for handle, probe in self.probes(rank):
             found = [generation for generation in probe.generations if step in (None, generation.step)]
             if found:
                 view, _ = ray.get(handle.view.remote(max(found)), timeout=ANSWER_TIMEOUT_S)
@@ -70,7 +70,8 @@ class LiveRun:
                 return sorted(damaged)
         raise SnapshotLostError(f"the store of rank {rank} holds nothing of step {'any' if step is None else step}")
 
-    def _of(self, rank: int) -> list[tuple[Any, Probe]]:
+    def probes(self, rank: int) -> list[tuple[Any, Probe]]:
+        """Handle and state of every store that serves a rank, or has not heard yet that it does not any more."""
         handles = fleet.living_stores(self._digest)
         return [(handles[name], probe) for name, probe in self._probes().items() if probe.rank == rank]
 

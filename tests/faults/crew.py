@@ -224,15 +224,9 @@ class Crew:
             return step
 
     def wait(self, step: int, timeout_s: float = WAIT_S) -> tuple[int, int]:
-        """Until a step of this attempt is protected. The coordinator may be starting again meanwhile."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            ref = self.coordinator.wait.remote(self.generation(step), Status.PROTECTED, timeout_s)
-            try:
-                return ray.get(ref, timeout=timeout_s + 10)
-            except ray.exceptions.RayActorError:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+        """Until a step of this attempt is protected: domains that it is in, and copies wanted."""
+        ref = self.coordinator.wait.remote(self.generation(step), Status.PROTECTED, timeout_s)
+        return ray.get(ref, timeout=timeout_s + 10)
 
     def restore(self, extra: Sequence[int] = ()) -> list[tuple[int, str]]:
         """All ranks restore, and each compares with what it had. Steps and sources by rank."""
@@ -252,16 +246,15 @@ class Crew:
 
     def slots(self, rank: int) -> list[Slot]:
         """The buffers of a rank's store that are in use."""
-        assert self.decision is not None
-        return list(ray.get(self.decision.stores[rank].probe.remote(), timeout=WAIT_S).slots)
+        return [slot for _, probe in self.live.probes(rank) for slot in probe.slots]
 
     def settle(self) -> None:
         """The newest generation is all that is left of this test."""
         eventually(lambda: not self.leftovers(), self.config.timeout_s + 20)
-        limit = 2 * len(self.nodes) * 1.3 * ELEMENTS
-        for rank, store in self.decision.stores.items() if self.decision else ():
+        limit = 2 * min(self.config.copies, len(self.nodes)) * 1.3 * ELEMENTS
+        for name, store in fleet.living_stores(self.run).items():
             held = ray.get(store.held_bytes.remote(), timeout=WAIT_S)
-            assert held <= limit, f"the store of rank {rank} holds {held} bytes"
+            assert held <= limit, f"store {name} holds {held} bytes"
         self.sound = True
 
     def leftovers(self) -> list[str]:

@@ -139,10 +139,8 @@ def test_a_coordinator_killed_during_a_snapshot_does_not_stop_the_training(crew,
 def test_a_coordinator_killed_while_it_decides_decides_the_same_again(crew, plan):
     safe = start(crew)
     armed = plan.arm(Fault("decide", "kill"))
-    with pytest.raises(RayActorError):
-        crew.begin()
-    assert armed.fired()
     assert crew.begin() == safe
+    assert armed.fired()
     finish(crew, safe)
 
 
