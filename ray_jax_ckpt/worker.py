@@ -127,6 +127,7 @@ def restore(
             how to reshard it (`data_by_rank` of a restore without `data=` has every rank's).
         SnapshotLostError: Some part is on no living store.
         RestoreTimeoutError: Other ranks, or bytes, did not come in time.
+        IntegrityError: No store could serve some part as it was captured.
         NotSupportedError: The checkpoint is not a snapshot of this package.
     """
     session = current()
@@ -232,9 +233,20 @@ def _read(
     options: Options,
     timeout_s: float,
 ) -> tuple[Any, dict[int, Any], str]:
+    def suspect(store: str, said: str) -> None:
+        session.coordinator.suspect.remote(store, located.generation, session.decision.attempt, said)
+
     assembler = Assembler(indices, session.rank, session.world_size)
-    secret, verify = session.decision.secret, session.config.verify
-    with Reader(located, session.node_id, secret, verify=verify, timeout_s=timeout_s) as reader:
+    with Reader(
+        located,
+        session.node_id,
+        session.decision.secret,
+        verify=session.config.verify,
+        timeout_s=timeout_s,
+        seat=session.rank,
+        streams=session.config.streams,
+        suspect=suspect,
+    ) as reader:
         state = assembler.restore(template, shardings, options, reader.fetch)
         source = "memory:peer" if reader.used_peers else "memory:local"
         return state, decode_states(indices, reader.fetch), source

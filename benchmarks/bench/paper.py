@@ -147,7 +147,7 @@ def recovery(paper: Paper) -> dict[str, Any]:
             continue
         wants = [Want(paper.box(rank % paper.shards), catalog.shared[leaf], ITEMSIZE) for leaf in range(paper.leaves)]
         near = [] if lost else [paper.name(r) for r in range(paper.workers) if paper.domains[r] == paper.domains[rank]]
-        plan, seconds = timed(lambda w=wants, n=near: plan_reads(w, holders, n))
+        plan, seconds = timed(lambda w=wants, n=near, r=rank: plan_reads(w, holders, n, seat=r))
         plans.append(seconds)
         reads += [(int(read.holder.removeprefix("store")), rank, read.num_bytes) for read in plan] if lost else []
     return {

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from ray_jax_ckpt.arrays import tree
-from ray_jax_ckpt.arrays.capture import batched_copy
+from ray_jax_ckpt.arrays.landing import BATCH_BYTES, Landing, Target, batches, data_dtype
 from ray_jax_ckpt.arrays.skeleton import Skeleton, rebuild
-from ray_jax_ckpt.errors import SnapshotLostError, TreeMismatchError
+from ray_jax_ckpt.errors import RestoreError, SnapshotLostError, TreeMismatchError
+from ray_jax_ckpt.model.catalog import Catalog, Items
 from ray_jax_ckpt.model.index import Index
-from ray_jax_ckpt.model.recovery import Catalog, Stored, Want
+from ray_jax_ckpt.model.recovery import NotHeldError, Want
 from ray_jax_ckpt.model.shards import Box, box_of, extent, volume, whole
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,10 @@ logger = logging.getLogger(__name__)
 _MAX_PATHS = 10
 
 Fetch = Callable[[Sequence[Want], Sequence[np.dtype]], Sequence[np.ndarray]]
-"""Returns one array per wanted box, possibly a read-only view of memory that is valid until the restore ends."""
+"""Returns one array per wanted box, possibly a view of memory that is used again by the next call.
+
+Raises KeyError, best a `NotHeldError`, with the position of a box that cannot be had.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,34 +37,6 @@ class Options:
 
     partial: bool = False
     cast: bool = False
-
-
-@dataclass
-class Target:
-    """A leaf to be made.
-
-    Attributes:
-        spec: What was saved.
-        number: Which leaf it was.
-        kind: What is wanted: as in `LeafSpec.kind`.
-        dtype: Wanted element type (of the data, for keys).
-        sharding: Where it goes; None for the default device, uncommitted.
-        places: Per addressable device, the box it gets.
-        first: Position of its first wanted box.
-    """
-
-    spec: tree.LeafSpec
-    number: int
-    kind: str
-    dtype: np.dtype
-    sharding: jax.sharding.Sharding | None = None
-    places: list[tuple[Any, Box]] = field(default_factory=list)
-    first: int = 0
-
-    @property
-    def boxes(self) -> list[Box]:
-        """The distinct boxes, in a fixed order."""
-        return list(dict.fromkeys(box for _, box in self.places))
 
 
 class Assembler:
@@ -75,6 +52,7 @@ class Assembler:
         self._indices, self._rank, self._world_size = indices, rank, world_size
         self._own = indices[rank] if rank < len(indices) else indices[0]
         self._catalog = Catalog.of(indices)
+        self._places: dict[Any, list[tuple[Any, Box]]] = {}
         self._specs = [tree.LeafSpec.from_json(dict(leaf)) for leaf in self._own.layout.leaves]
 
     def restore(self, template: Any, shardings: Any, options: Options, fetch: Fetch) -> Any:
@@ -82,7 +60,7 @@ class Assembler:
 
         Raises:
             TreeMismatchError: Template and snapshot do not fit each other.
-            SnapshotLostError: `fetch` or the catalog lacks bytes.
+            RestoreError: `fetch` or the catalog lacks bytes: a SnapshotLostError if no store has them.
         """
         if template is None:
             return self._without_template(fetch)
@@ -97,6 +75,7 @@ class Assembler:
         saved = [i for i, leaf in enumerate(flat.leaves) if not tree.is_static(leaf)]
         self._check_own(numbers[flat.paths[i]] for i in saved)
         targets = [self._target(numbers[flat.paths[i]], flat.leaves[i], wanted[i]) for i in saved]
+        self._warn_of_gathering([t for t, i in zip(targets, saved, strict=True) if _is_silent(t, flat.leaves[i])])
         leaves = dict(enumerate(flat.leaves)) | dict(zip(saved, self._build(targets, fetch), strict=True))
         return jax.tree_util.tree_unflatten(flat.treedef, leaves.values())
 
@@ -114,10 +93,25 @@ class Assembler:
         targets = [self._to_numpy(number) for number in range(len(self._specs))]
         return rebuild(self._specs, self._build(targets, fetch), skeleton)
 
+    def _warn_of_gathering(self, targets: Sequence[Target]) -> None:
+        """What was spread over devices would all go to one, and a model that needed them does not fit there."""
+        spread = [target for target in targets if len(self._candidates(target.number)) > 1]
+        if spread and jax.local_device_count() > 1:
+            total = sum(volume(target.places[0][1]) * target.saved.itemsize for target in spread)
+            warnings.warn(
+                f"{len(spread)} leaves of {total} bytes, {spread[0].spec.path} first, were sharded in the snapshot of "
+                f"step {self._own.generation.step}, and go to one device now because the template does not say where: "
+                "nnx.eval_shape, for one, drops shardings. Give the template's ShapeDtypeStructs shardings, or pass "
+                "shardings=.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
     def _to_numpy(self, number: int) -> Target:
         spec = self._specs[number]
         kind = "value" if spec.kind == "value" else "numpy"
-        return Target(spec, number, kind, _data_dtype(spec), None, [(None, whole(self._data_shape(number)))])
+        shape = self._data_shape(number)
+        return Target(spec, number, kind, data_dtype(spec), shape, None, [(None, whole(shape))] * (kind != "value"))
 
     def _target(self, number: int, leaf: Any, sharding: Any) -> Target:
         spec = self._specs[number]
@@ -126,16 +120,20 @@ class Assembler:
         shape = self._data_shape(number)
         # A sharding for all leaves is not meant for those on the host: JAX has no strings, and narrows 64 bits.
         if isinstance(leaf, np.ndarray) and (sharding is None or spec.kind == "numpy"):
-            return Target(spec, number, "numpy", leaf.dtype, None, [(None, whole(shape))])
+            return Target(spec, number, "numpy", leaf.dtype, shape, None, [(None, whole(shape))])
         if sharding is None and not (isinstance(leaf, jax.Array) and not leaf.committed):  # pyright: ignore
             sharding = getattr(leaf, "sharding", None)
         kind = "key" if spec.kind == "key" else "array"
-        dtype = _data_dtype(spec) if kind == "key" else np.dtype(leaf.dtype)
+        dtype = data_dtype(spec) if kind == "key" else np.dtype(leaf.dtype)
         _check_representable(spec, dtype)
         if sharding is None:
             self._check_placeable(number)
-            return Target(spec, number, kind, dtype, None, [(None, whole(shape))])
-        return Target(spec, number, kind, dtype, sharding, _places(sharding, spec, shape))
+            return Target(spec, number, kind, dtype, shape, None, [(None, whole(shape))])
+        # Few shardings and shapes serve many leaves.
+        key = (sharding, spec.shape, shape)
+        if key not in self._places:
+            self._places[key] = _places(sharding, spec, shape)
+        return Target(spec, number, kind, dtype, shape, sharding, self._places[key])
 
     def _check_placeable(self, number: int) -> None:
         if self._world_size > 1 and number not in self._own.layout.local:
@@ -153,7 +151,7 @@ class Assembler:
         box = next((stored.item.box for stored in self._candidates(number)), ())
         return spec.shape + tuple(stop for _, stop in box[len(spec.shape) :])
 
-    def _candidates(self, number: int) -> Sequence[Stored]:
+    def _candidates(self, number: int) -> Items:
         if number not in self._own.layout.local:
             return self._catalog.shared[number]
         if len(self._indices) == self._world_size:
@@ -192,91 +190,47 @@ class Assembler:
         return ""
 
     def _build(self, targets: Sequence[Target], fetch: Fetch) -> list[Any]:
-        wants, dtypes = [], []
-        for target in targets:
-            target.first = len(wants)
-            saved = _data_dtype(target.spec)
-            if target.kind != "value":
-                wants += [Want(box, self._candidates(target.number), saved.itemsize) for box in target.boxes]
-                dtypes += [saved] * len(target.boxes)
-        boxes = self._boxes(targets, wants, dtypes, fetch)
-        leaves = self._device_leaves(targets, boxes)
-        return [leaves[i] if i in leaves else self._host_leaf(target, boxes) for i, target in enumerate(targets)]
+        boxes = [(number, box) for number, target in enumerate(targets) for box in target.boxes]
+        sizes = [volume(box) * targets[number].saved.itemsize for number, box in boxes]
+        landing = Landing(targets)
+        for first, stop in batches(sizes, BATCH_BYTES):
+            # Nothing here may outlive its round: that it does not is what bounds the memory.
+            landing.take(boxes[first:stop], self._fetched(targets, boxes[first:stop], fetch))
+        return [
+            tree.decode_value(self._own.values[target.number]) if target.kind == "value" else landing.leaf(position)
+            for position, target in enumerate(targets)
+        ]
 
-    def _boxes(
-        self, targets: Sequence[Target], wants: Sequence[Want], dtypes: Sequence[np.dtype], fetch: Fetch
-    ) -> list[np.ndarray]:
-        """One array per wanted box. One without elements needs no bytes, and any number of stored ones meets it."""
-        asked = [i for i, want in enumerate(wants) if volume(want.box)]
+    def _fetched(
+        self, targets: Sequence[Target], boxes: Sequence[tuple[int, Box]], fetch: Fetch
+    ) -> Sequence[np.ndarray]:
+        """One array per box. One without elements needs no bytes, and any number of stored ones meets it."""
+        of = [targets[number] for number, _ in boxes]
+        asked = [i for i, (_, box) in enumerate(boxes) if volume(box)]
+        wants = [Want(boxes[i][1], self._candidates(of[i].number), of[i].saved.itemsize) for i in asked]
         try:
-            arrays = fetch([wants[i] for i in asked], [dtypes[i] for i in asked])
+            arrays = fetch(wants, [of[i].saved for i in asked]) if wants else []
         except KeyError as error:
-            raise SnapshotLostError(self._not_held(targets, asked[int(error.args[0])])) from None
+            raise self._lost(of[asked[int(error.args[0])]], error) from None
         found = dict(zip(asked, arrays, strict=True))
-        return [found[i] if i in found else np.empty(extent(w.box), dtypes[i]) for i, w in enumerate(wants)]
+        return [
+            found[i] if i in found else np.empty(extent(box), target.saved)
+            for i, ((_, box), target) in enumerate(zip(boxes, of, strict=True))
+        ]
 
-    def _not_held(self, targets: Sequence[Target], position: int) -> str:
-        target = max((t for t in targets if t.first <= position and t.kind != "value"), key=lambda t: t.first)
-        return f"No living store holds all of leaf {target.spec.path} of step {self._own.generation.step}."
-
-    def _host_leaf(self, target: Target, boxes: Sequence[np.ndarray]) -> Any:
-        if target.kind == "value":
-            return tree.decode_value(self._own.values[target.number])
-        return np.array(boxes[target.first], dtype=target.dtype)
-
-    def _device_leaves(self, targets: Sequence[Target], boxes: Sequence[np.ndarray]) -> dict[int, jax.Array]:
-        """All device arrays in one batched transfer: a call per leaf would dominate for trees of many small ones."""
-        sources, destinations, owners = [], [], []
-        for position, target in enumerate(targets):
-            if target.kind not in ("array", "key"):
-                continue
-            order = {box: target.first + i for i, box in enumerate(target.boxes)}
-            for device, box in target.places:
-                sources.append(_as(boxes[order[box]], target.dtype))
-                destinations.append(_single(device, target.sharding))
-                owners.append(position)
-        moved = _owned(jax.device_put(sources, destinations)) if sources else []
-        pieces: dict[int, list[jax.Array]] = {}
-        for position, array in zip(owners, moved, strict=True):
-            pieces.setdefault(position, []).append(array)
-        # A process that none of an array's devices belong to still gets the (empty) array.
-        everywhere = [i for i, target in enumerate(targets) if target.kind in ("array", "key")]
-        return {i: self._finish(targets[i], pieces.get(i, [])) for i in everywhere}
-
-    def _finish(self, target: Target, pieces: list[jax.Array]) -> jax.Array:
-        if target.sharding is None:
-            array = pieces[0]
-        else:
-            shape = self._data_shape(target.number)
-            physical = _data_sharding(target.sharding, target.spec)
-            array = jax.make_array_from_single_device_arrays(shape, physical, pieces, dtype=target.dtype)
-        if target.kind == "key":
-            return tree.wrap_key(array, str(target.spec.key_impl))
-        return tree.with_weak_type(array, target.spec.weak_type and target.dtype == _data_dtype(target.spec))
+    def _lost(self, target: Target, error: KeyError) -> RestoreError:
+        what = f"leaf {target.spec.path or '(the whole state)'} of step {self._own.generation.step}"
+        if not isinstance(error, NotHeldError) or not error.parts:
+            return SnapshotLostError(f"No living store holds all of {what}: what exists of it does not cover it.")
+        if not error.said:
+            return error.kind(f"No living store holds all of {what}: {', '.join(error.parts[:5])} is on none.")
+        said = "; ".join(f"{name}: {text}" for name, text in error.said.items())
+        return error.kind(f"No store could serve all of {what}. Asked for {', '.join(error.parts[:5])}: {said}")
 
 
-def _owned(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Arrays in memory of their own, when their bytes have arrived.
-
-    JAX makes an array on CPU from an aligned numpy array without copying it, whatever `may_alias` says. Such an array
-    would change with the buffer, which will be reused, and could not be donated. Of an array it makes a true copy.
-    """
-    owned = list(arrays)
-    groups: dict[Any, list[int]] = {}
-    for i, array in enumerate(arrays):
-        if next(iter(array.devices())).platform == "cpu":
-            groups.setdefault(array.sharding if array.committed else None, []).append(i)
-    for sharding, members in groups.items():
-        aliases = [arrays[i] for i in members]
-        free = sharding is None
-        copies = jax.device_put(aliases, may_alias=False) if free else batched_copy(aliases, sharding)
-        for i, copy in zip(members, copies, strict=True):
-            owned[i] = copy
-    return jax.block_until_ready(owned)
-
-
-def _data_dtype(spec: tree.LeafSpec) -> np.dtype:
-    return np.dtype(np.uint8) if spec.kind == "value" else np.dtype(spec.dtype)
+def _is_silent(target: Target, leaf: Any) -> bool:
+    """Whether the template says nothing of where an array goes, not even by being somewhere."""
+    return target.kind in ("array", "key") and target.sharding is None and not isinstance(leaf, jax.Array)
 
 
 def _check_representable(spec: tree.LeafSpec, dtype: np.dtype) -> None:
@@ -295,28 +249,10 @@ def _places(sharding: jax.sharding.Sharding, spec: tree.LeafSpec, shape: tuple[i
         indices = sharding.addressable_devices_indices_map(spec.shape)
     except ValueError as error:
         raise TreeMismatchError(
-            f"{spec.path}: the snapshot has {spec}, which cannot be sharded as asked: {error}"
+            f"{spec.path}: the snapshot has {spec}, which cannot be sharded as asked: {error}. Choose a sharding "
+            "whose mesh axes divide the dimensions, or none for that dimension."
         ) from error
     return [(device, box_of(index or (), spec.shape) + tail) for device, index in indices.items()]
-
-
-def _data_sharding(sharding: jax.sharding.Sharding, spec: tree.LeafSpec) -> jax.sharding.Sharding:
-    """The sharding of a key array's data: the dimensions behind the key's own are not sharded."""
-    if spec.kind != "key" or not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding
-    dims = tuple(sharding.spec) + (None,) * (len(spec.shape) - len(sharding.spec))
-    named = jax.sharding.PartitionSpec(*dims)
-    return jax.sharding.NamedSharding(sharding.mesh, named, memory_kind=sharding.memory_kind)
-
-
-def _single(device: Any, sharding: jax.sharding.Sharding | None) -> Any:
-    if sharding is None:
-        return None
-    return jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-
-
-def _as(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    return array if array.dtype == dtype else array.astype(dtype)
 
 
 def _broadcast(shardings: Any, flat: tree.Flat) -> list[Any]:

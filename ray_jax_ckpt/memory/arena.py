@@ -219,6 +219,11 @@ class Arena:
             del self._used[segment.id]
             self._free[segment.id] = segment
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether `allocate` finds a free segment."""
+        with self._lock:
+            return any(_fits(segment, _capacity(nbytes)) for segment in self._free.values())
+
     def trim(self, useful: Iterable[int] = ()) -> int:
         """Drops free segments and returns their size in bytes. Those that an allocation of a useful size takes stay."""
         sizes = [_capacity(nbytes) for nbytes in useful]

@@ -240,6 +240,13 @@ class Coordinator:
             raise RestoreError(f"Ranks restored different snapshots: {values}.")
         self.let_go(rank, attempt)
 
+    async def suspect(self, store: str, generation: Generation, attempt: int, said: str) -> None:
+        """A reader did not get what a store holds of a generation: the store looks, and lost copies are made again."""
+        if attempt == self._books.attempt:
+            logger.warning("Store %s could not serve step %d: %s", store, generation.step, said)
+            self._events.add("suspected", store=store, step=generation.step, said=said)
+            await self._ledger.examine(store, generation)
+
     def let_go(self, rank: int, attempt: int) -> None:
         """A rank reads no more, because it is done or failed."""
         for handle in self._ledger.roster.handles.values():

@@ -57,6 +57,7 @@ class Ledger:
         self._settling: asyncio.TimerHandle | None = None
         self._missed: Counter[str] = Counter()
         self._beating: set[str] = set()
+        self._examining: set[tuple[str, Generation]] = set()
         self._lacking: tuple[Generation, float] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -194,6 +195,9 @@ class Ledger:
             ranks = {self.roster.name(member): member.rank for member in self.members}
             group = Group(attempt, {ranks[name]: inventory.address for name, inventory in answers.items()})
             handles = {name: self.roster.handles[name] for name in answers if name in self.roster.handles}
+            others = {name: handle for name, handle in self.roster.handles.items() if name not in ranks}
+            for handle in others.values():
+                handle.leave_group.remote(attempt)
             await self.roster.ask(lambda store: store.join_group.remote(group), handles)
         newest = self.books.newest()
         if replaced or (newest is not None and newest.attempt < attempt):
@@ -309,6 +313,18 @@ class Ledger:
             if bad:
                 logger.warning("Store %s: parts %s of step %d are damaged.", name, sorted(bad), generation.step)
                 self.books = books_.dropped(self.books, name, generation, bad)
+
+    async def examine(self, name: str, generation: Generation) -> None:
+        """Has one store verify a generation, and makes copies of what it lost. One that does not answer lost all."""
+        if name not in self.roster.handles or (name, generation) in self._examining:
+            return
+        self._examining.add((name, generation))
+        try:
+            await self.verify(generation, {name: self.roster.handles[name]})
+        finally:
+            self._examining.discard((name, generation))
+        self.restore_copies()
+        await self.notify()
 
     async def locate(self, generation: Generation, lease: Lease | None = None) -> Located | None:
         """Where the parts and the indices are, by the stores' own word; None if some are missing.

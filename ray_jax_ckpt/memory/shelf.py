@@ -42,6 +42,7 @@ class Shelf:
         self._segments: dict[int, Segment] = {}
         self._contents: dict[int, Content] = {}
         self._sizes: dict[str, int] = {}
+        self._retired = False
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +93,9 @@ class Shelf:
             StoreError: The slot was taken back meanwhile.
         """
         self._sizes[source] = num_bytes
+        if not self._arena.fits(num_bytes):
+            # Another group, or another tree: what is free has the sizes of the last one.
+            self._arena.trim(self._sizes.values())
         try:
             segment = self._arena.allocate(num_bytes, tag=source)
         except BaseException:
@@ -117,16 +121,28 @@ class Shelf:
         """These are abandoned, or better covered newer ones replace them."""
         self.update(lambda slots: slots_.release(slots, generations))
         with self.changed:
-            useful = list(self._sizes.values()) if self.slots.name in self._sizes else None
+            # A source that has nothing here any more pushed once, what a lost store had held, or serves nobody now.
+            sources = {slot.source for slot in self.slots.used.values()}
+            self._sizes = {source: size for source, size in self._sizes.items() if source in sources}
+            known = self.slots.name in self._sizes or self._retired
+            useful = list(self._sizes.values())
         # When its own worker has asked for a buffer in this attempt, so has every peer by the time something is freed:
         # other sizes were an earlier group's.
-        if useful is not None:
+        if known:
             self._arena.trim(useful)
 
     def forget_sizes(self) -> None:
         """Another group comes, with buffers of other sizes."""
         with self.changed:
             self._sizes.clear()
+            self._retired = False
+
+    def retire(self) -> None:
+        """No group comes: from now on there is no memory but that of what is held."""
+        with self.changed:
+            self._sizes.clear()
+            self._retired = True
+        self._arena.trim()
 
     # Reading.
 

@@ -136,6 +136,13 @@ class ReplicaStore:
             self._shelf.forget_sizes()
             self._shelf.update(lambda slots: slots_.fence(slots, group.attempt))
 
+    def leave_group(self, attempt: int) -> None:
+        """No rank of an attempt is its own: it keeps what it holds until that is replaced, and no free memory."""
+        with self._shelf.changed:
+            slots_.check_attempt(self._shelf.slots, attempt)
+            self._group = None
+            self._shelf.retire()
+
     # Its own worker writes.
 
     def begin(self, attempt: int, generation: Generation, num_bytes: int, writer: str, timeout_s: float) -> Grant:

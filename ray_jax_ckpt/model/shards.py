@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -51,15 +51,22 @@ def extent(box: Box) -> tuple[int, ...]:
 
 def volume(box: Box) -> int:
     """Number of elements in a box."""
-    return math.prod(extent(box))
+    count = 1
+    for start, stop in box:
+        count *= stop - start
+    return count
 
 
 def intersect(one: Box, other: Box) -> Box | None:
     """What two boxes of one array share, or None if that is empty and neither of them is."""
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    if any(start > stop for start, stop in shared):
-        return None
-    return None if volume(shared) == 0 and volume(one) and volume(other) else shared
+    shared = []
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        start, stop = a if a > c else c, b if b < d else d
+        if start > stop:
+            return None
+        shared.append((start, stop))
+    both = tuple(shared)
+    return None if volume(both) == 0 and volume(one) and volume(other) else both
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
@@ -73,10 +80,7 @@ def row_span(inner: Box, outer: Box, itemsize: int) -> tuple[int, int, Box]:
     Returns:
         Offset and length in bytes, and the box that those bytes are.
     """
-    strides = [itemsize]
-    for size in reversed(extent(outer)[1:]):
-        strides.append(strides[-1] * size)
-    strides.reverse()
+    strides = _strides(outer, itemsize)
     offset, run = 0, list(outer)
     for axis, ((a, b), (c, _d)) in enumerate(zip(inner, outer, strict=True)):
         run[axis] = (a, b)
@@ -86,6 +90,39 @@ def row_span(inner: Box, outer: Box, itemsize: int) -> tuple[int, int, Box]:
             break
     span: Box = tuple(run)
     return offset, volume(span) * itemsize, span
+
+
+def row_spans(inner: Box, outer: Box, itemsize: int, run_bytes: int) -> list[tuple[int, int, Box]]:
+    """Contiguous runs of a row-major buffer of `outer` that together hold `inner`, as cheap as they can be.
+
+    One run reads whole rows, needed or not; a run for each piece of a row reads no byte too many. In between, rows of
+    the leading dimensions are read one by one and those below whole. That which costs least is chosen, where a run
+    costs as much as `run_bytes` bytes: so what is read exceeds what is needed by at most `run_bytes` for each of the
+    pieces that `inner` consists of.
+
+    Returns:
+        As `row_span`, for each run.
+    """
+    whole_runs = row_span(inner, outer, itemsize)
+    cuts = [axis for axis, (have, want) in enumerate(zip(outer, inner, strict=True)) if have != want]
+    if not cuts or whole_runs[1] == volume(inner) * itemsize:
+        return [whole_runs]
+    costs, rows = [], 1
+    for depth in range(cuts[-1] + 1):
+        read = rows * volume((inner[depth], *outer[depth + 1 :])) * itemsize
+        costs.append((read + rows * run_bytes, depth))
+        rows *= inner[depth][1] - inner[depth][0]
+    depth = min(costs)[1]
+    leading = itertools.product(*(range(start, stop) for start, stop in inner[:depth]))
+    narrowed = (((*((i, i + 1) for i in row), *inner[depth:])) for row in leading)
+    return [row_span(box, outer, itemsize) for box in narrowed]
+
+
+def _strides(outer: Box, itemsize: int) -> list[int]:
+    strides = [itemsize]
+    for size in reversed(extent(outer)[1:]):
+        strides.append(strides[-1] * size)
+    return strides[::-1]
 
 
 def covers(boxes: Iterable[Box], target: Box) -> bool:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from stored_state import ALONE, assert_same, bits, save, split, stored
 
-from ray_jax_ckpt.arrays import tree
+from ray_jax_ckpt.arrays import assemble, tree
 from ray_jax_ckpt.arrays.assemble import Assembler, Options
 from ray_jax_ckpt.arrays.plan import Planner, capture
 from ray_jax_ckpt.errors import SnapshotLostError, TreeMismatchError
@@ -131,7 +131,8 @@ def test_random_keys(mesh, impl):
     # To the template that eval_shape makes, which knows no implementation but that of the dtype.
     shaped = jax.eval_shape(make)
     state, _ = twin(make)
-    again = save(state).restore(shaped)
+    with pytest.warns(RuntimeWarning, match=r"2 leaves of .*\['sharded'\] first.*shardings="):
+        again = save(state).restore(shaped)
     assert jax.tree.map(bits, again) == jax.tree.map(bits, same)
     assert jax.random.key_impl(again["sharded"]) == impl
 
@@ -298,7 +299,7 @@ def test_keys_on_other_meshes(mesh):
 
 def test_without_shardings_arrays_go_to_the_default_device_uncommitted(mesh):
     x = random_bits((8, 2), "bfloat16")
-    saved = save({"x": placed(x, mesh, "fsdp"), "k": placed(jax.random.key(3), mesh)})
+    saved = save({"x": placed(x, mesh), "k": placed(jax.random.key(3), mesh)})
     for template in (
         {"x": jnp.zeros((8, 2), jnp.bfloat16), "k": jax.random.key(0)},
         jax.eval_shape(lambda: {"x": jnp.zeros((8, 2), jnp.bfloat16), "k": jax.random.key(0)}),
@@ -348,6 +349,25 @@ def test_a_prefix_of_shardings_leaves_the_rest_to_the_template(mesh):
     wanted = [restored["layers"][0]["w"], restored["layers"][0]["b"], restored["layers"][2]["w"], restored["head"]]
     assert [x.sharding for x in wanted] == [rows, rows, device, NamedSharding(mesh, P())]
     assert restored["n"] == 1
+
+
+def test_a_template_that_lost_its_shardings_gathers_with_a_warning_or_takes_them_separately(mesh):
+    def model():
+        return nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+    rows = NamedSharding(mesh, P("fsdp"))
+    state = nnx.split(model())[1]
+    expected = jax.tree.map(np.asarray, state)
+    saved = save(jax.tree.map(lambda x: jax.device_put(x + 0, rows), state))
+    shaped = nnx.split(nnx.eval_shape(model))[1]
+    with pytest.warns(RuntimeWarning, match=r"2 leaves of 144 bytes, .*bias.* first, .*one device.*shardings="):
+        gathered = saved.restore(shaped)
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(gathered)} == {1}
+    restored = saved.restore(shaped, rows)
+    assert {x.sharding for x in jax.tree.leaves(restored)} == {rows}
+    assert jax.tree.map(bits, restored) == jax.tree.map(bits, gathered) == jax.tree.map(bits, expected)
+    # Where the template is, is an answer too.
+    saved.restore(jax.tree.map(jnp.zeros_like, gathered))
 
 
 def test_numpy_leaves_stay_numpy_under_one_sharding_for_all(mesh):
@@ -497,6 +517,30 @@ def test_restored_arrays_are_no_aliases_and_can_be_donated(mesh):
             assert [shard.data.unsafe_buffer_pointer() for shard in result.addressable_shards] == places
             np.testing.assert_array_equal(result, np.arange(4096.0) + 1)
     assert all(x.is_deleted() for x in donated)
+
+
+def test_a_donated_step_reuses_as_much_of_a_restored_state_as_of_a_fresh_one(mesh, monkeypatch):
+    def make():
+        leaves = {f"w{n}": placed(jnp.full((64, 64), n, jnp.float32), mesh, *spec) for n, spec in enumerate(specs)}
+        return leaves | {"m": placed(jnp.zeros((64, 64), jnp.bfloat16), mesh, "replica", "fsdp"), "count": jnp.int32(3)}
+
+    def reused(state):
+        def places(tree):
+            return [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+
+        step = jax.jit(lambda tree: jax.tree.map(lambda x: x + jnp.ones((), x.dtype), tree), donate_argnums=0)
+        before = places(state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            after = places(step(state))
+        assert all(x.is_deleted() for x in jax.tree.leaves(state))
+        return len(set(before) & set(after)), len(before)
+
+    specs = [("fsdp",), (), (None, "fsdp"), (("replica", "fsdp"),)]
+    monkeypatch.setattr(assemble, "BATCH_BYTES", 20_000)
+    template = make()
+    fresh, restored = reused(make()), reused(save(make()).restore(template))
+    assert fresh == restored == (len(jax.tree.leaves(template)) * 4 - 3,) * 2
 
 
 def test_steps_that_donate_and_mutate_right_after_the_capture_change_nothing(mesh):

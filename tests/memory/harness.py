@@ -48,6 +48,7 @@ class StubGroup:
     config: SnapshotConfig = CONFIG
     coordinator: Any = None
     decision: Decision | None = field(default=None)
+    elements: int = ELEMENTS
 
     def start_coordinator(self) -> StubGroup:
         """A new coordinator for the same run, such as a new driver starts."""
@@ -78,7 +79,7 @@ class StubGroup:
     def layout(self, rank: int) -> Layout:
         """Each rank has one shard of leaf 0 to itself, and its host part."""
         targets = partners(rank, [node for node, _ in self.nodes], self.config.copies)
-        shard = (0, ((rank * ELEMENTS, (rank + 1) * ELEMENTS),), ELEMENTS)
+        shard = (0, ((rank * self.elements, (rank + 1) * self.elements),), self.elements)
         parts = [(f"s{rank}>{'.'.join(map(str, targets))}", targets, True, [shard]), (f"h{rank}", targets, True, [])]
         return Layout(rank, len(self.nodes), "structure", ({"path": "w"},), frozenset(), lay_out(parts))
 
@@ -90,11 +91,11 @@ class StubGroup:
     def commit(self, rank: int, step: int, grant: Grant, fill: int | None = None) -> None:
         """Fills and commits it: all elements are the step (or `fill`) modulo 251."""
         layout = self.layout(rank)
-        content = np.full(ELEMENTS, (step if fill is None else fill) % 251, np.uint8)
+        content = np.full(self.elements, (step if fill is None else fill) % 251, np.uint8)
         with open_segment(grant.segment, writable=True) as mapping:
             digests = {part.id: [] for part in layout.parts}
             part = layout.parts[0]
-            digests[part.id].append(copy_and_digest(mapping.view()[part.offset :][:ELEMENTS], content, True))
+            digests[part.id].append(copy_and_digest(mapping.view()[part.offset :][: self.elements], content, True))
         index = Index(self.generation(step), layout, digests, {}, {"rank": rank}, {"loss": float(step)})
         ray.get(self.store(rank).commit.remote(self.generation(step).attempt, grant.slot, index.to_bytes()), timeout=60)
 
@@ -124,7 +125,8 @@ class StubGroup:
         """The whole leaf as seen from a rank's node, and whether bytes came from other nodes."""
         assert self.decision is not None
         catalog = Catalog.of(Index.from_bytes(raw) for raw in located.indices)
-        want = Want(((0, ELEMENTS * located.world_size),), catalog.shared[0], 1)
+        size = max(stored.item.box[0][1] for stored in catalog.shared[0])
+        want = Want(((0, size),), catalog.shared[0], 1)
         secret = self.decision.secret
         with Reader(located, self.nodes[rank][0], secret, verify=True, timeout_s=10) as reader:
             return np.array(reader.fetch([want], [np.dtype(np.uint8)])[0]), reader.used_peers

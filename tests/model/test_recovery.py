@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_jax_ckpt.model import recovery
 from ray_jax_ckpt.model.index import ALIGNMENT, Index, Layout, lay_out
-from ray_jax_ckpt.model.recovery import Catalog, Want, choose_push, plan_reads
+from ray_jax_ckpt.model.recovery import Catalog, Want, assign, choose_push, merge, plan_reads
 from ray_jax_ckpt.model.shards import Generation, extent, whole, within
 
 G = Generation(3, 1, 40)
@@ -97,6 +98,70 @@ def test_reads_from_other_nodes_are_spread_over_the_holders():
     wants = [Want(((0, 10),), catalog.shared[0], 100)]
     reads = plan_reads(wants, {f"s{n}": ["a", "b"] for n in range(10)}, [])
     assert sorted(read.holder for read in reads) == ["a"] * 5 + ["b"] * 5
+
+
+def test_of_equal_pieces_every_holder_serves_as_many():
+    for count, pieces in ((2, 7), (3, 8), (4, 4)):
+        names = [f"n{i}" for i in range(count)]
+        chosen = assign([(f"p{i}", 10) for i in range(pieces)], {f"p{i}": names for i in range(pieces)}, [], seat=5)
+        counts = [chosen.count(name) for name in names]
+        assert max(counts) - min(counts) <= 1
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(2, 4), st.integers(0, 50))
+def test_holders_differ_by_no_more_than_the_largest_piece(sizes, count, seat):
+    names = [f"n{i}" for i in range(count)]
+    holders = {f"p{i}": names for i in range(len(sizes))}
+    loads = dict.fromkeys(names, 0)
+    for size, name in zip(sizes, assign(list(zip(holders, sizes, strict=True)), holders, [], seat=seat), strict=True):
+        loads[name] += size
+    assert max(loads.values()) - min(loads.values()) <= max(sizes)
+
+
+@pytest.mark.parametrize("apart", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_that_need_a_single_piece_do_not_all_ask_the_same_holder(count, apart):
+    """Ranks that need the same shard sit any regular distance apart."""
+    names = [f"n{i}" for i in range(count)]
+    chosen = [assign([("p", 10)], {"p": names}, [], seat=seat)[0] for seat in range(0, 64 * apart, apart)]
+    assert all(32 // count <= chosen.count(name) <= 2 * 64 // count for name in names)
+
+
+def test_what_a_reader_asked_for_before_counts_as_load():
+    assert assign([("p", 10)], {"p": ["a", "b"]}, [], loads={"a": 5}) == ["b"]
+
+
+def test_a_large_shard_comes_from_all_its_holders_and_small_ones_stay_together(monkeypatch):
+    monkeypatch.setattr(recovery, "_BAND_BYTES", 100)
+    monkeypatch.setattr(recovery, "_BUNDLE_BYTES", 40)
+    catalog = Catalog.of(
+        [index(0, [("s0", (), True, [(0, ((0, 10), (0, 10)), 400), *((n, ((0, 5),), 5) for n in range(1, 17))])])]
+    )
+    large = [Want(((0, 10), (0, 10)), catalog.shared[0], 4)]
+    spans = merge(plan_reads(large, {"s0": ["a", "b"]}, []))
+    assert {holder: sum(span.num_bytes for span in asked) for holder, asked in spans.items()} == {"a": 200, "b": 200}
+    small = [Want(((0, 5),), catalog.shared[n], 1) for n in range(1, 17)]
+    spans = merge(plan_reads(small, {"s0": ["a", "b"]}, []))
+    assert [len(asked) for asked in spans.values()] == [1, 1]
+    # Memory of the own node is not cut: it is used where it is.
+    assert len(plan_reads(large, {"s0": ["a", "b"]}, ["b"])) == 1
+
+
+def test_one_of_a_thousand_shards_is_found_without_looking_at_the_others():
+    boxes = [((r, r + 2), (c, c + 4)) for r in range(0, 100, 2) for c in range(0, 80, 4)]
+    parts = [(f"s{n}", (), True, [(0, box, 8), (1, box, 8)]) for n, box in enumerate(boxes)]
+    catalog = Catalog.of([index(0, parts)])
+    for leaf in (0, 1):
+        found = list(catalog.shared[leaf].about(((30, 33), (4, 9))))
+        assert {("s" + str(boxes.index(s.item.box))) == s.part for s in found} == {True}
+        wanted = {box for box in boxes if box[0][0] < 33 and box[0][1] > 30 and box[1][0] < 9 and box[1][1] > 4}
+        assert wanted <= {stored.item.box for stored in found}
+        assert len(found) <= 2 * 20
+
+
+def test_items_without_bytes_keep_their_own_digests():
+    catalog = Catalog.of([index(0, [("s0", (), True, [(0, ((0, 0),), 0), (1, ((0, 0),), 0), (2, ((0, 4),), 4)])])])
+    assert [catalog.shared[leaf][0].digest for leaf in (0, 1, 2)] == ["0s00", "0s01", "0s02"]
 
 
 def test_process_local_leaves_are_kept_per_rank_and_shared_parts_counted_once():

@@ -14,6 +14,7 @@ from ray_jax_ckpt.model.shards import (
     extent,
     intersect,
     row_span,
+    row_spans,
     volume,
     whole,
     within,
@@ -63,6 +64,33 @@ def test_intersection_selects_the_same_elements_as_both_masks(data, shape):
 def test_row_span_reads_only_the_rows_it_needs():
     assert row_span(((2, 4), (0, 8)), ((0, 8), (0, 8)), 4) == (64, 64, ((2, 4), (0, 8)))
     assert row_span(((3, 4), (2, 5)), ((0, 8), (0, 8)), 4) == (104, 12, ((3, 4), (2, 5)))
+
+
+@given(st.data(), SHAPES, st.integers(0, 60), st.integers(1, 4))
+def test_row_spans_hold_the_inner_box_once_and_read_little_else(data, shape, run_bytes, itemsize):
+    outer = data.draw(box_in(whole(shape)))
+    inner = data.draw(box_in(outer))
+    spans = row_spans(inner, outer, itemsize, run_bytes)
+    inside = np.zeros(shape, int)
+    for offset, size, span in spans:
+        rows = np.arange(volume(outer)).reshape(extent(outer))[within(span, outer)].reshape(-1)
+        assert (rows == np.arange(offset // itemsize, (offset + size) // itemsize)).all()
+        shared = intersect(span, inner)
+        assert shared is not None
+        inside[within(shared, whole(shape))] += 1
+    assert (inside[within(inner, whole(shape))] == 1).all()
+    assert inside.sum() == volume(inner)
+    pieces = len(row_spans(inner, outer, itemsize, 0))
+    read = sum(size for _, size, _ in spans)
+    assert read <= volume(inner) * itemsize + run_bytes * pieces
+    assert sum(size for _, size, _ in row_spans(inner, outer, itemsize, 0)) == volume(inner) * itemsize
+
+
+def test_narrow_columns_are_read_with_their_rows_and_wide_ones_alone():
+    rows = ((0, 4), (0, 100))
+    assert row_spans(((0, 4), (10, 20)), rows, 1, 1000) == [(0, 400, rows)]
+    alone = [(r * 100 + 10, 50, ((r, r + 1), (10, 60))) for r in range(4)]
+    assert row_spans(((0, 4), (10, 60)), rows, 1, 20) == alone
 
 
 def test_covers_needs_every_element_once():
