@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ray_jax_ckpt.errors import ConfigError
 
 
-class SnapshotConfig(BaseModel):
+class _Settings(BaseModel):
+    """Frozen settings whose errors say in words which one is wrong, and what is nearest to a name that does not exist.
+
+    Raises:
+        ConfigError: A name does not exist, or a value cannot work.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError("\n".join(self._say(detail) for detail in error.errors())) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigError(f"{type(self).__name__} cannot be changed; make another one: model_copy(update={{...}}).")
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Any:
+        """A copy with some settings changed, checked like a new one."""
+        return type(self)(**{**dict(self), **(update or {})})
+
+    @classmethod
+    def _say(cls, detail: Any) -> str:
+        name = ".".join(map(str, detail["loc"])) or "settings"
+        if detail["type"] != "extra_forbidden":
+            return f"{cls.__name__}({name}={detail['input']!r}): {detail['msg'].removeprefix('Input ')}."
+        near = difflib.get_close_matches(name, cls.model_fields, 1, 0.5)
+        known = f"did you mean {near[0]}?" if near else f"there are {', '.join(cls.model_fields)}."
+        return f"{cls.__name__} has no setting {name!r}; {known}"
+
+
+class SnapshotConfig(_Settings):
     """How often, how widely and at what cost training state is kept in memory.
 
     Attributes:
@@ -35,8 +71,6 @@ class SnapshotConfig(BaseModel):
         streams: Connections that one large transfer between nodes is spread over, at most; small ones use fewer. More
             help where one core cannot keep the network busy, and cost that many more cores while bytes travel.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     every_n_steps: int = Field(default=10, ge=1)
     copies: int = Field(default=2, ge=1)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -18,6 +19,7 @@ from ray_jax_ckpt.errors import ConfigError
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
 from ray_jax_ckpt.memory.messages import Member
+from ray_jax_ckpt.run_identity import canonical
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +83,16 @@ class CheckpointManager(_Callback):
                 "FailureConfig(max_failures=0), Ray's default: nothing will restart after a failure, so no "
                 "snapshot will ever be restored. Set RunConfig(failure_config=FailureConfig(max_failures=...)).",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=1,
             )
         filesystem, path = _ray_compat.storage_filesystem(train_run_context), _ray_compat.run_path(train_run_context)
+        if "local" in filesystem.type_name and not os.path.isabs(path):
+            warnings.warn(
+                f"The run's storage path {path!r} is relative: every process takes it from a working directory of its "
+                "own. Give RunConfig an absolute storage_path.",
+                RuntimeWarning,
+                stacklevel=1,
+            )
         here = ray.get_runtime_context().get_node_id()
         self._coordinator = start_coordinator(run_identity(filesystem, path), self._config, here)
         # Finds living stores now: their orphan timeout must not pass while the run waits for resources.
@@ -176,6 +185,7 @@ def group_members(workers: list[Any], config: SnapshotConfig) -> tuple[Member, .
     used = {worker.metadata.node_id for worker in workers}
     nodes = [node for node in ray.nodes() if node["NodeID"] in used]
     labels: dict[str, dict[str, str]] = {node["NodeID"]: node.get("Labels", {}) for node in nodes}
+    warn_of_unknown_label(labels, config.failure_domain)
     domains: dict[str, str] = fleet.failure_domains(labels, config.failure_domain, config.copies)
     seen: dict[str, int] = defaultdict(int)
     members = []
@@ -184,6 +194,18 @@ def group_members(workers: list[Any], config: SnapshotConfig) -> tuple[Member, .
         members.append(Member(rank, node, worker.metadata.node_ip, seen[node], str(domains.get(node, node))))
         seen[node] += 1
     return tuple(members)
+
+
+def warn_of_unknown_label(labels: Mapping[str, Mapping[str, str]], setting: str) -> None:
+    """Says so when no node has the label that is to name its failure domain: each then is one of its own."""
+    if setting not in ("auto", "node") and not any(setting in of_node for of_node in labels.values()):
+        known = sorted({key for of_node in labels.values() for key in of_node})
+        warnings.warn(
+            f"failure_domain={setting!r}: no node of the workers has this label, so every node counts as a failure "
+            f"domain of its own. Labels that they have: {', '.join(known) or 'none'}.",
+            RuntimeWarning,
+            stacklevel=1,
+        )
 
 
 def warn_of_few_domains(members: Sequence[Member], copies: int) -> None:
@@ -196,16 +218,10 @@ def warn_of_few_domains(members: Sequence[Member], copies: int) -> None:
             f"snapshots survive {covered}, and no more. Spread the workers over more nodes "
             f"(ScalingConfig(placement_strategy='SPREAD')), or ask for copies={found}.",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=1,
         )
 
 
 def run_identity(filesystem: Any, path: str) -> RunIdentity:
-    """The run that has its directory there: the same for every driver."""
-    return RunIdentity(fleet.run_digest(_describe(filesystem), path), path, filesystem)
-
-
-def _describe(filesystem: Any) -> str:
-    """Kind and endpoint of a filesystem, without credentials."""
-    endpoint = getattr(filesystem, "endpoint_override", "") or getattr(filesystem, "region", "")
-    return f"{filesystem.type_name} {endpoint}"
+    """The run that has its directory there: the same for every driver, and for every spelling of the path."""
+    return RunIdentity(fleet.run_digest(*canonical(filesystem, path)), path, filesystem)

@@ -65,6 +65,7 @@ class Pipeline:
         verify: Whether items are digested.
         timeout_s: Bound of the wait for a buffer.
         failed: Told of a generation that could not be stored, and why.
+        began: Told of every job when its turn has come.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class Pipeline:
         verify: bool,
         timeout_s: float,
         failed: Callable[[Generation, str], None],
+        began: Callable[[Generation, Layout], None],
     ) -> None:
         self._store, self._replace_store, self._room = store, replace_store, room
-        self._attempt, self._timeout_s, self._failed = attempt, timeout_s, failed
+        self._attempt, self._timeout_s, self._failed, self._began = attempt, timeout_s, failed, began
         self._verify = verify
         self._writer = writer_identity()
         self._mappings: dict[str, Mapping] = {}
@@ -168,6 +170,7 @@ class Pipeline:
     def _attempt_job(self, job: Job) -> BaseException | None:
         """Stores a job. Never raises: the thread must go on."""
         try:
+            self._began(job.generation, job.captured.plan.layout)
             self._place(job)
             self._with_store(lambda: self._store_job(job))
         except Exception as error:

@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ray_jax_ckpt import _ray_compat
 from ray_jax_ckpt.arrays.plan import Plan, Planner, Topology, capture
-from ray_jax_ckpt.arrays.tree import flatten
+from ray_jax_ckpt.arrays.tree import describe, flatten
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint
 from ray_jax_ckpt.data_state import DataCapture, DataRoom
 from ray_jax_ckpt.errors import (
@@ -28,6 +28,9 @@ from ray_jax_ckpt.errors import (
 )
 from ray_jax_ckpt.memory.arena import available_bytes
 from ray_jax_ckpt.memory.messages import Decision
+from ray_jax_ckpt.model import attendance
+from ray_jax_ckpt.model.attendance import Began
+from ray_jax_ckpt.model.index import Layout
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
@@ -53,6 +56,8 @@ class Session:
         self._planner: Planner | None = None
         self._checked: tuple[Plan, int] | None = None
         self._room = DataRoom()
+        self._told: Began | None = None
+        self._looked = False
         self._pipeline = Pipeline(
             decision.stores[rank],
             lambda: self.ask(self.coordinator.replace_store.remote(rank, decision.attempt)),
@@ -61,6 +66,7 @@ class Session:
             verify=wiring.config.verify,
             timeout_s=wiring.config.timeout_s,
             failed=self._abandon,
+            began=self._tell,
         )
 
     @property
@@ -82,6 +88,8 @@ class Session:
         step = self._checked_step(step)
         if self._handle is not None and step == self._handle.step:
             return self._again(self._handle, metrics, force, timeout_s)
+        if not self._looked:
+            self._look(state)
         if not force and step % self.config.every_n_steps != 0:
             return None
         generation = Generation(self.decision.attempt, self.restores, step)
@@ -109,6 +117,25 @@ class Session:
                 data_state.discard()
         self.committed_any, self._last_step, self._handle = True, step, handle
         return handle
+
+    def _look(self, state: Any) -> None:
+        """At the first call, due or not: what cannot work is said now, not when the first snapshot is due."""
+        flat = flatten(state)
+        for leaf in zip(flat.paths, flat.keys, flat.leaves, strict=True):
+            describe(*leaf)
+        if jax.process_count() == 1:
+            self._planner = Planner(self._topology(0))
+            self._check_memory(self._planner.plan(flat), 0)
+        located = self.decision.located
+        if located is not None and not self.restores and self.rank == 0:
+            logger.warning(
+                "Step %d of this run is in memory, and the train function snapshots without having called restore(): "
+                "training starts over, and its snapshots replace that step. Begin with "
+                "`if (checkpoint := ray.train.get_checkpoint()) is not None: "
+                "restored = ray_jax_ckpt.restore(checkpoint, ...)`. To start over on purpose use another run name.",
+                located.generation.step,
+            )
+        self._looked = True
 
     def _again(
         self, handle: SnapshotCheckpoint, metrics: dict[str, Any], force: bool, timeout_s: float
@@ -218,6 +245,15 @@ class Session:
             return self.ask(self.coordinator.must_wait.remote())
         except CheckpointError:
             return True
+
+    def _tell(self, generation: Generation, layout: Layout) -> None:
+        """Tells the coordinator, in the background, what this rank snapshots: it compares the ranks."""
+        last, leaves = self._told, ()
+        if last is None or last.structure != layout.structure:
+            leaves = attendance.describe(layout.leaves, layout.local)
+        previous = None if last is None else last.generation
+        self._told = Began(self.rank, generation, previous, layout.structure, leaves)
+        self.coordinator.began.remote(self._told)
 
     def _abandon(self, generation: Generation, reason: str) -> None:
         self.coordinator.abandon.remote(generation, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from ray.train.v2.jax.config import JaxConfig as RayJaxConfig
@@ -51,6 +52,7 @@ class JaxConfig(RayJaxConfig):
 
     def __post_init__(self) -> None:
         self.platform = _checked_platform(self.platform)
+        self.compilation_cache_dir = _checked_directory(self.compilation_cache_dir)
         for name in ("initialization_timeout_s", "heartbeat_timeout_s", "shutdown_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -73,3 +75,16 @@ def _checked_platform(platform: str | None) -> str | None:
     if not name or "," in name:
         raise ConfigError(f"JaxConfig(platform=...) takes one platform, 'cpu', 'cuda' or 'tpu': got {platform!r}")
     return "cuda" if name == "gpu" else name
+
+
+def _checked_directory(directory: str | os.PathLike[str] | None) -> str | None:
+    """Absolute, or a URL: workers have working directories of their own, which end with them."""
+    if not directory:
+        return None if directory is None else ""
+    path = os.fspath(directory) if isinstance(directory, str | os.PathLike) else ""
+    if not path or not (path.startswith(("/", "~")) or "://" in path):
+        raise ConfigError(
+            f"JaxConfig(compilation_cache_dir={directory!r}) has to be an absolute path or a URL: workers do not run "
+            f"in the driver's working directory. Give {os.path.abspath(path)!r} if it is the same there."
+        )
+    return os.path.expanduser(path) if path.startswith("~") else path

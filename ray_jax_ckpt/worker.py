@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -82,9 +83,7 @@ def snapshot(
         SnapshotError: Only with `force`: it could not be taken in time. Without it failures are warnings.
     """
     session = current()
-    return session.snapshot(
-        step, state, data, dict(metrics or {}), force, session.config.timeout_s if timeout_s is None else timeout_s
-    )
+    return session.snapshot(step, state, data, _checked_metrics(metrics), force, _bound(session, timeout_s))
 
 
 def restore(
@@ -103,7 +102,9 @@ def restore(
     Args:
         checkpoint: What `ray.train.get_checkpoint()` returned, or a handle of `snapshot` (waits until it is complete).
         abstract_state: A tree of arrays or `jax.ShapeDtypeStruct`s with shardings; their mesh and the number of
-            processes may differ from those of the snapshot. None gives numpy arrays in dictionaries and lists.
+            processes may differ from those of the snapshot. Functions and classes in it, such as those of an Equinox
+            module, are taken from it. None gives numpy arrays in dictionaries, lists and tuples; a warning names the
+            other classes that the snapshot had.
         data: What gets this rank's saved `data` back: the object, or the dict, list or tuple of objects, that
             `snapshot` was given, or its like. An object gets its state by `set_state`, or loads its files. With another
             number of processes than saved it, every object has to say how its state is resharded: by a method
@@ -131,7 +132,7 @@ def restore(
         NotSupportedError: The checkpoint is not a snapshot of this package.
     """
     session = current()
-    bound = session.config.timeout_s if timeout_s is None else timeout_s
+    bound = _bound(session, timeout_s)
     handle = _snapshot_of(checkpoint)
     session.record("restore_begin", step=handle.step)
     faults.reach("restore", handle.step)
@@ -148,8 +149,8 @@ def restore(
         faults.reach("confirm", handle.step)
         key = (session.rank, session.decision.attempt, session.restores + 1)
         session.ask(session.coordinator.confirm.remote(*key, handle.generation, bound), bound)
-    except BaseException:
-        session.coordinator.let_go.remote(session.rank, session.decision.attempt)
+    except BaseException as error:
+        session.coordinator.let_go.remote(session.rank, session.decision.attempt, f"{error!r:.300}")
         raise
     session.restored(handle.generation)
     session.record("restore_end", step=handle.step, source=source)
@@ -167,7 +168,7 @@ def wait(timeout_s: float | None = None) -> None:
         SnapshotTimeoutError: It was not protected in time; the message says what is missing.
     """
     session = current()
-    bound = session.config.timeout_s if timeout_s is None else timeout_s
+    bound = _bound(session, timeout_s)
     session.drain(bound)
     generation = session.latest_generation
     if generation is None:
@@ -189,8 +190,24 @@ def latest(timeout_s: float | None = None) -> int | None:
         SnapshotError: The run's coordinator does not answer.
     """
     session = current()
-    generation = session.ask(session.coordinator.latest.remote(), timeout_s)
+    generation = session.ask(session.coordinator.latest.remote(), _bound(session, timeout_s))
     return None if generation is None else generation.step
+
+
+def _bound(session: Session, timeout_s: Any) -> float:
+    if timeout_s is None:
+        return session.config.timeout_s
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
+        raise ConfigError(f"timeout_s takes a positive number of seconds, or None for the run's: got {timeout_s!r}.")
+    return timeout_s
+
+
+def _checked_metrics(metrics: Any) -> dict[str, Any]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise ConfigError(f"metrics takes a dictionary of numbers by name, got {metrics!r:.200}.")
+    return dict(metrics)
 
 
 def _snapshot_of(checkpoint: Any) -> SnapshotCheckpoint:
@@ -204,8 +221,11 @@ def _snapshot_of(checkpoint: Any) -> SnapshotCheckpoint:
             "state instead."
         )
     if isinstance(checkpoint, ray.train.Checkpoint | str | os.PathLike):
+        # A worker's working directory is not the driver's: a relative path is seldom what was meant.
+        local = isinstance(checkpoint, str | os.PathLike) and "://" not in os.fspath(checkpoint)
+        where = f"{checkpoint} (here {os.path.abspath(os.fspath(checkpoint))})" if local else str(checkpoint)
         raise NotSupportedError(
-            f"{checkpoint} is not a snapshot in memory: this version restores those only. Load it with Orbax."
+            f"{where} is not a snapshot in memory: this version restores those only. Load it with Orbax."
         )
     raise ConfigError(f"restore takes what ray.train.get_checkpoint() or snapshot() returned, got {type(checkpoint)}.")
 

@@ -7,6 +7,7 @@ process alone, from any thread.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -54,6 +55,7 @@ __all__ = [
 LeafKind = Literal["array", "key", "numpy", "value"]
 
 _MAX_MISMATCH_LINES = 10
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +79,19 @@ _last: Flat | None = None
 
 
 def flatten(state: Any) -> Flat:
-    """Flattens any pytree; None and empty nodes are part of the structure, not leaves."""
+    """Flattens any pytree; None and empty nodes are part of the structure, not leaves.
+
+    Raises:
+        UnsupportedLeafError: JAX cannot put the keys of a dictionary in order.
+    """
     global _last
-    leaves, treedef = tree_flatten(state, is_leaf=_is_iterator)
+    try:
+        leaves, treedef = tree_flatten(state, is_leaf=_is_iterator)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedLeafError(
+            f"the state cannot be flattened: {error}. The keys of one dictionary have to be of one type that has an "
+            "order, such as str or int."
+        ) from error
     known = _last
     # Of thousands of leaves the paths take longer than all else; a train state has the same ones at every step.
     if known is not None and _same(known.treedef, treedef):
@@ -239,6 +251,11 @@ def _typed_key(key: Any) -> list[Any]:
         case FlattenedIndexKey(key=int() as index):
             return ["f", index]
         case _:
+            if _ADDRESS.search(str(key)):
+                raise UnsupportedLeafError(
+                    f"key {key} of the state is known by its address only, which another process does not have. Use "
+                    "str or int keys."
+                )
             return ["r", str(key)]
 
 

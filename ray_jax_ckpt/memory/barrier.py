@@ -24,6 +24,18 @@ class Bell:
         await asyncio.wait_for(self._rung.wait(), timeout_s)
 
 
+class MissingRanks(TimeoutError):
+    """Ranks that have not come in time.
+
+    Attributes:
+        ranks: Which.
+    """
+
+    def __init__(self, rank: int, ranks: list[int], timeout_s: float) -> None:
+        super().__init__(f"rank {rank} waited {timeout_s:g} s for ranks {ranks}")
+        self.ranks = ranks
+
+
 class Barrier:
     """Meetings by key, for use in one event loop."""
 
@@ -35,7 +47,7 @@ class Barrier:
         """Returns every rank's value when `size` ranks have come. Coming again is fine.
 
         Raises:
-            TimeoutError: Somebody is missing after `timeout_s`; the message names the ranks.
+            MissingRanks: Somebody is missing after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         async with self._changed:
@@ -47,5 +59,5 @@ class Barrier:
                     await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
                 except TimeoutError:
                     missing = sorted(set(range(size)) - present.keys())
-                    raise TimeoutError(f"rank {rank} waited {timeout_s:g} s for ranks {missing}") from None
+                    raise MissingRanks(rank, missing, timeout_s) from None
             return dict(sorted(present.items()))

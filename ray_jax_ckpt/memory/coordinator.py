@@ -24,12 +24,16 @@ from ray_jax_ckpt.errors import (
     SnapshotTimeoutError,
     StaleAttemptError,
 )
-from ray_jax_ckpt.memory.barrier import Barrier
+from ray_jax_ckpt.memory.activities import Activities
+from ray_jax_ckpt.memory.barrier import Barrier, MissingRanks
 from ray_jax_ckpt.memory.ledger import Ledger
 from ray_jax_ckpt.memory.messages import Decision, Located, Member
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S
+from ray_jax_ckpt.model import attendance as attendance_
 from ray_jax_ckpt.model import books as books_
+from ray_jax_ckpt.model.attendance import Attendance, Began
 from ray_jax_ckpt.model.books import Books, Held, Status
+from ray_jax_ckpt.model.placement import host_part_id
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
@@ -76,7 +80,7 @@ class Coordinator:
         self._config = config
         self._events = EventLog(run.filesystem, run.path)
         self._ledger = Ledger(run.digest, config, self._events.add)
-        self._barrier = Barrier()
+        self._barrier, self._activities, self._attendance = Barrier(), Activities(), Attendance(0)
         self._opening, self._deciding = asyncio.Lock(), asyncio.Lock()
 
     # Life.
@@ -114,6 +118,8 @@ class Coordinator:
     def record(self, event: str, at: float, fields: dict[str, Any]) -> None:
         """Adds an event to the run's log."""
         self._events.add(event, at=at, **fields)
+        if event == "restore_begin":
+            self._activities.note(fields["rank"], f"began to restore step {fields['step']}")
 
     # A worker group starts.
 
@@ -133,6 +139,8 @@ class Coordinator:
                 # Stores may have seen later attempts than a coordinator that is new.
                 if ledger.books.attempt <= attempt:
                     break
+            self._activities.clear()
+            self._attendance = Attendance(len(members))
             located = await ledger.choose(attempt)
             handles = {member.rank: ledger.roster.of(member, ledger.secret, attempt) for member in members}
         ledger.spawn(ledger.form_group(attempt))
@@ -168,6 +176,17 @@ class Coordinator:
             ledger.books = books_.abandoned(ledger.books, generation, reason)
             self._events.add("abandoned", step=generation.step, reason=reason)
             await ledger.notify()
+
+    async def began(self, report: Began) -> None:
+        """A rank snapshots a generation. If ranks differ in steps or trees, the generations concerned are given up."""
+        if report.generation.attempt != self._books.attempt:
+            return
+        self._activities.note(report.rank, f"snapshotted step {report.generation.step}")
+        self._attendance, hopeless = attendance_.began(self._attendance, report)
+        for generation, reason in hopeless.items():
+            if generation not in self._books.abandoned:
+                logger.warning("Step %d cannot be restored: %s.", generation.step, reason)
+            await self.abandon(generation, reason)
 
     # Workers ask.
 
@@ -231,13 +250,18 @@ class Coordinator:
         key = ("restore", attempt, number)
         try:
             values = await self._barrier.gather(key, rank, str(generation), self._num_members(), timeout_s)
-        except TimeoutError as error:
+        except MissingRanks as error:
             raise RestoreTimeoutError(
-                f"Restoring step {generation.step}: {error}, which have not restored. Every rank has to call restore; "
-                "raise timeout_s if they need longer."
+                f"Restoring step {generation.step}: {error}, which have not restored: "
+                f"{self._activities.describe(error.ranks)}. Every rank has to call restore; raise timeout_s if they "
+                "need longer."
             ) from None
         if len(set(values.values())) > 1:
-            raise RestoreError(f"Ranks restored different snapshots: {values}.")
+            raise RestoreError(
+                f"Ranks restored different snapshots (attempt.restores.step by rank): {values}. All of them have to "
+                "restore what get_checkpoint() returned, or a handle of the same step."
+            )
+        self._activities.note(rank, f"restored step {generation.step}")
         self.let_go(rank, attempt)
 
     async def suspect(self, store: str, generation: Generation, attempt: int, said: str) -> None:
@@ -247,8 +271,10 @@ class Coordinator:
             self._events.add("suspected", store=store, step=generation.step, said=said)
             await self._ledger.examine(store, generation)
 
-    def let_go(self, rank: int, attempt: int) -> None:
-        """A rank reads no more, because it is done or failed."""
+    def let_go(self, rank: int, attempt: int, failed: str = "") -> None:
+        """A rank reads no more, because it is done or `failed`."""
+        if failed and attempt == self._books.attempt:
+            self._activities.note(rank, f"failed to restore ({failed})")
         for handle in self._ledger.roster.handles.values():
             handle.unlease.remote(f"restore {attempt} {rank}")
 
@@ -263,10 +289,10 @@ class Coordinator:
             found = await self._barrier.gather(
                 ("processes", attempt), rank, process_index, self._num_members(), timeout_s
             )
-        except TimeoutError as error:
+        except MissingRanks as error:
             raise SnapshotTimeoutError(
-                f"First snapshot: {error}, which have not called snapshot. Every rank has to; raise timeout_s if "
-                "they need longer."
+                f"First snapshot: {error}, which have not called snapshot: {self._activities.describe(error.ranks)}. "
+                "Every rank has to; raise timeout_s if they need longer."
             ) from None
         return {index: member for member, index in found.items()}
 
@@ -289,6 +315,10 @@ class Coordinator:
         return self._ledger.books
 
     def _not_ready(self, generation: Generation, status: Status, timeout_s: float) -> str:
+        absent = range(len(self._ledger.members))
+        if generation in self._books.entries:
+            missing = self._books.missing(generation)
+            absent = [rank for rank in absent if host_part_id(rank) in missing]
         if generation not in self._books.entries:
             found = "no store has reported any of it"
         elif missing := self._books.missing(generation):
@@ -297,7 +327,8 @@ class Coordinator:
             found = f"too few copies of {sorted(self._books.undercovered(generation))[:5]}"
         ranks = {name: m.rank for m in self._ledger.members for name in [self._ledger.roster.name(m)]}
         silent = sorted(rank for name, rank in ranks.items() if name not in self._books.domains)
+        doing = self._activities.describe(absent) or "every rank has stored its own part"
         return (
             f"Step {generation.step} was not {status} within {timeout_s:g} s: {found}; ranks without a living store: "
-            f"{silent}. Every rank has to snapshot the same steps; raise timeout_s if copying needs longer."
+            f"{silent}; {doing}. Every rank has to snapshot the same steps; raise timeout_s if copying needs longer."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +24,15 @@ from ray_jax_ckpt.memory.messages import Member
 
 # As small as Ray lets it be: snapshots must not need it.
 OBJECT_STORE_BYTES = 80 * 2**20
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    """Waits for a condition, and returns its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.05)
+    return value
 
 
 @pytest.fixture(scope="package")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from ray.train.v2._internal.util import TrainingFramework  # noqa: TID251
@@ -58,3 +60,18 @@ def test_a_platform_that_is_none_is_refused(platform):
 def test_timeouts_are_whole_positive_seconds(name, value):
     with pytest.raises(ConfigError, match=name):
         JaxConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [(None, None), ("", ""), ("/abs/dir", "/abs/dir"), ("gs://bucket/dir", "gs://bucket/dir"), (Path("/abs"), "/abs")],
+)
+def test_a_cache_directory_is_absolute(given, kept):
+    assert JaxConfig(compilation_cache_dir=given).compilation_cache_dir == kept
+    assert os.path.isabs(JaxConfig(compilation_cache_dir="~/xla").compilation_cache_dir)
+
+
+@pytest.mark.parametrize("directory", ["xla", "./xla", "../xla", Path("xla"), 3])
+def test_a_cache_directory_that_depends_on_the_process_is_refused(directory):
+    with pytest.raises(ConfigError, match=r"compilation_cache_dir=.*absolute path or a URL.*working directory"):
+        JaxConfig(compilation_cache_dir=directory)
