@@ -222,8 +222,9 @@ def _snapshot_of(checkpoint: Any) -> SnapshotCheckpoint:
         )
     if isinstance(checkpoint, ray.train.Checkpoint | str | os.PathLike):
         # A worker's working directory is not the driver's: a relative path is seldom what was meant.
-        local = isinstance(checkpoint, str | os.PathLike) and "://" not in os.fspath(checkpoint)
-        where = f"{checkpoint} (here {os.path.abspath(os.fspath(checkpoint))})" if local else str(checkpoint)
+        where = str(checkpoint)
+        if not isinstance(checkpoint, ray.train.Checkpoint) and "://" not in where:
+            where = f"{where} (here {os.path.abspath(where)})"
         raise NotSupportedError(
             f"{where} is not a snapshot in memory: this version restores those only. Load it with Orbax."
         )

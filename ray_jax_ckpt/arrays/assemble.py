@@ -247,10 +247,12 @@ def _places(sharding: jax.sharding.Sharding, spec: tree.LeafSpec, shape: tuple[i
     tail = whole(shape[len(spec.shape) :])
     try:
         indices = sharding.addressable_devices_indices_map(spec.shape)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
+        # The second is what JAX says of a spec with more entries than the array has dimensions.
+        why = "it has fewer dimensions than that" if isinstance(error, IndexError) else error
         raise TreeMismatchError(
-            f"{spec.path}: the snapshot has {spec}, which cannot be sharded as asked: {error}. Choose a sharding "
-            "whose mesh axes divide the dimensions, or none for that dimension."
+            f"{spec.path}: the snapshot has {spec}, which cannot be sharded as asked ({sharding}): {why}. Choose a "
+            "sharding whose mesh axes divide the dimensions, or none for that dimension."
         ) from error
     return [(device, box_of(index or (), spec.shape) + tail) for device, index in indices.items()]
 

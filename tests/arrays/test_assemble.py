@@ -322,6 +322,16 @@ def test_a_dimension_that_does_not_divide_is_named(mesh):
         saved.restore(template, NamedSharding(meshes()["three"], P("b")))
 
 
+def test_a_spec_of_more_dimensions_than_the_array_has_is_named(mesh):
+    saved = save({"x": jnp.ones(8), "k": jax.random.key(0)})
+    for shardings, path in (
+        ({"x": NamedSharding(mesh, P(None, "fsdp")), "k": None}, "x"),
+        ({"x": None, "k": NamedSharding(mesh, P("fsdp"))}, "k"),
+    ):
+        with pytest.raises(TreeMismatchError, match=rf"\['{path}'\].*cannot be sharded as asked.*fewer dimensions"):
+            saved.restore({"x": jnp.ones(8), "k": jax.random.key(0)}, shardings)
+
+
 # --- shardings=
 
 
