@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bench.paper import Paper, recovery, snapshot
+from bench.paper import Paper, simulate
 from bench.report import describe_machine
 
 
@@ -32,8 +32,7 @@ def main() -> None:
     results = {"machine": describe_machine(), "shardings": {}}
     for replicas in options.replicas:
         paper = Paper(options.workers, options.per_node, options.leaves, replicas, options.copies)
-        found = {"state_gb": paper.state_bytes / 1e9, **snapshot(paper), **recovery(paper)}
-        results["shardings"][f"{replicas} replica(s) x {options.workers // replicas} shards"] = found
+        results["shardings"][f"{replicas} replica(s) x {paper.shards} shards"] = simulate(paper)
     text = json.dumps(results, indent=2)
     print(text)
     if options.output:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model.books import Books, Held, Status
 from ray_jax_ckpt.model.index import Index, Layout, lay_out
 from ray_jax_ckpt.model.placement import Part, concerned, host_part_id, partners, place, shards_of
-from ray_jax_ckpt.model.recovery import Catalog, Want, plan_reads
+from ray_jax_ckpt.model.recovery import Catalog, Read, Want, plan_reads
 from ray_jax_ckpt.model.shards import Box, Generation
 
 ROWS, COLUMNS, ITEMSIZE = 16, 1024, 4
@@ -69,14 +69,20 @@ class Paper:
         digests = {part.id: [DIGEST] * len(part.items) for part in layout.parts}
         return Index(generation, layout, digests, {}, {"position": 0}, {"loss": 0.0})
 
+    def neighbours(self, rank: int) -> list[int]:
+        """Ranks on the same node."""
+        return [other for other in range(self.workers) if self.domains[other] == self.domains[rank]]
+
     def name(self, rank: int) -> str:
         """Store of a rank."""
         return f"store{rank}"
 
     def books(self, attempt: int = 1) -> Books:
         """With every store in it."""
-        domains = {self.name(rank): domain for rank, domain in enumerate(self.domains)}
-        return Books(self.copies, attempt, domains, frozenset(domains))
+        books = Books(self.copies)
+        for rank, domain in enumerate(self.domains):
+            books = books_.store_joined(books, self.name(rank), domain, attempt)
+        return books_.group_formed(books, attempt, books.domains)
 
     def reports(self, index: Index) -> tuple[list[Held], dict[int, int]]:
         """What the stores say when a rank's generation is stored and pushed, and the bytes pushed by receiver."""
@@ -101,10 +107,16 @@ def timed(action: Callable[[], Any]) -> tuple[Any, float]:
     return value, time.perf_counter() - start
 
 
-def snapshot(paper: Paper) -> dict[str, Any]:
-    """One generation, from placement to protected."""
+def simulate(paper: Paper) -> dict[str, Any]:
+    """A snapshot, and the restore after the death of a node."""
     plans = [timed(lambda rank=rank: paper.parts_of(rank))[1] for rank in range(0, paper.workers, paper.workers // 10)]
     indices = [paper.index_of(rank, Generation(1, 0, 10)) for rank in range(paper.workers)]
+    placement = {"state_gb": round(paper.state_bytes / 1e9, 2), "placement_s_per_rank": _spread(plans)}
+    return {**placement, **snapshot(paper, indices), **recovery(paper, indices)}
+
+
+def snapshot(paper: Paper, indices: Sequence[Index]) -> dict[str, Any]:
+    """One generation, from its commits to protected."""
     told = [paper.reports(index) for index in indices]
     reports = [one for first in (True, False) for mine, _ in told for one in (mine[:1] if first else mine[1:])]
     books, seconds = timed(lambda: _apply(paper.books(), reports))
@@ -113,7 +125,6 @@ def snapshot(paper: Paper) -> dict[str, Any]:
     _, judged = timed(lambda: (books.complete(), books.releasable(), books.undercovered(generation)))
     moved = [(rank, target, size) for rank, (_, sizes) in enumerate(told) for target, size in sizes.items()]
     return {
-        "placement_s_per_rank": _spread(plans),
         "messages": {
             # Ray calls: begin and commit by each worker, a report per buffer filled, a release for each store.
             "worker to own store": 2 * paper.workers,
@@ -127,10 +138,9 @@ def snapshot(paper: Paper) -> dict[str, Any]:
     }
 
 
-def recovery(paper: Paper) -> dict[str, Any]:
+def recovery(paper: Paper, indices: Sequence[Index]) -> dict[str, Any]:
     """A node dies and a spare one takes its ranks: what the new group reads from where."""
-    generation, dead = Generation(1, 0, 10), paper.domains[paper.per_node]
-    indices = [paper.index_of(rank, generation) for rank in range(paper.workers)]
+    generation, dead = indices[0].generation, paper.domains[paper.per_node]
     books = _apply(paper.books(), [report for index in indices for report in paper.reports(index)[0]])
     for name in [name for name, domain in books.domains.items() if domain == dead]:
         books = books_.store_died(books, name)
@@ -138,28 +148,29 @@ def recovery(paper: Paper) -> dict[str, Any]:
     assert choice == generation
     holders = {part: tuple(sorted(stores)) for part, stores in books.entries[generation].holders.items()}
     raw = [index.to_bytes() for index in indices]
-    decoded, decoding = timed(lambda: [Index.from_bytes(one) for one in raw])
-    catalog, cataloguing = timed(lambda: Catalog.of(decoded))
     plans, reads = [], []
     for rank in range(paper.workers):
         lost = paper.domains[rank] == dead
-        if not lost and rank % (paper.workers // 10):
-            continue
-        wants = [Want(paper.box(rank % paper.shards), catalog.shared[leaf], ITEMSIZE) for leaf in range(paper.leaves)]
-        near = [] if lost else [paper.name(r) for r in range(paper.workers) if paper.domains[r] == paper.domains[rank]]
-        plan, seconds = timed(lambda w=wants, n=near, r=rank: plan_reads(w, holders, n, seat=r))
-        plans.append(seconds)
-        reads += [(int(read.holder.removeprefix("store")), rank, read.num_bytes) for read in plan] if lost else []
+        if lost or rank % (paper.workers // 10) == 0:
+            near = [paper.name(r) for r in paper.neighbours(rank) if not lost]
+            plan, seconds = timed(lambda rank=rank, near=near: _plan(paper, raw, rank, holders, near))
+            plans.append(seconds)
+            reads += [(int(read.holder.removeprefix("store")), rank, read.num_bytes) for read in plan] if lost else []
     return {
         "decision_s": round(decided, 4),
-        "recovery_plan": {
-            "indices_mb": round(sum(map(len, raw)) / 1e6, 1),
-            "decode_s": round(decoding, 3),
-            "catalog_s": round(cataloguing, 3),
-            "plan_s_per_rank": _spread(plans),
-        },
+        "indices_mb": round(sum(map(len, raw)) / 1e6, 1),
+        "recovery_plan_s_per_rank": _spread(plans),
         "restore_of_a_dead_node": _traffic(paper, reads),
     }
+
+
+def _plan(
+    paper: Paper, raw: Sequence[bytes], rank: int, holders: Mapping[str, Sequence[str]], near: Sequence[str]
+) -> list[Read]:
+    """What a rank does between the group's decision and its first read."""
+    catalog = Catalog.of([Index.from_bytes(one) for one in raw])
+    wants = [Want(paper.box(rank % paper.shards), catalog.shared(leaf), ITEMSIZE) for leaf in range(paper.leaves)]
+    return plan_reads(wants, holders, near, seat=rank)
 
 
 def _apply(books: Books, reports: Sequence[Held]) -> Books:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -80,7 +81,7 @@ class Assembler:
         return jax.tree_util.tree_unflatten(flat.treedef, leaves.values())
 
     def _without_template(self, fetch: Fetch) -> Any:
-        skeleton = Skeleton.from_json(self._own.layout.skeleton)
+        skeleton = Skeleton.from_json(json.loads(self._own.layout.skeleton))
         keys = [spec.path for spec in self._specs if spec.kind == "key"]
         lost = [*skeleton.lost, *([f"PRNG keys at {', '.join(keys[:3])}"] if keys else [])]
         if lost:
@@ -153,11 +154,11 @@ class Assembler:
 
     def _candidates(self, number: int) -> Items:
         if number not in self._own.layout.local:
-            return self._catalog.shared[number]
+            return self._catalog.shared(number)
         if len(self._indices) == self._world_size:
-            return self._catalog.local[self._rank, number]
+            return self._catalog.local(self._rank, number)
         # Equal on all: it was checked.
-        return self._catalog.local[self._own.layout.rank, number]
+        return self._catalog.local(self._own.layout.rank, number)
 
     def _check_own(self, numbers: Iterable[int]) -> None:
         """What every process had to itself can be handed out in a group of another size if it was equal everywhere."""
@@ -178,10 +179,10 @@ class Assembler:
     def _difference(self, number: int) -> str:
         """Why a leaf that every process had to itself does not count as equal everywhere; empty if it does."""
         first, *others = self._indices
-        expected = [(s.item.box, s.digest) for s in self._catalog.local[first.layout.rank, number]]
+        expected = [(s.item.box, s.digest) for s in self._catalog.local(first.layout.rank, number)]
         for index in others:
             rank = index.layout.rank
-            pieces = [(s.item.box, s.digest) for s in self._catalog.local[rank, number]]
+            pieces = [(s.item.box, s.digest) for s in self._catalog.local(rank, number)]
             if any(not digest for _, digest in expected + pieces):
                 return "not compared: SnapshotConfig(verify=False) keeps no digests"
             described = first.layout.leaves[number], first.values.get(number)

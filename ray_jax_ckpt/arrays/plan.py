@@ -248,7 +248,7 @@ def make_plan(flat: tree.Flat, topology: Topology, *, on_device: bool = False) -
         leaves=tuple(spec.to_json() for spec in specs),
         local=kept_locally,
         parts=placed,
-        skeleton=Skeleton.of(flat).to_json(),
+        skeleton=json.dumps(Skeleton.of(flat).to_json()),
     )
     stored = _with_local(stored_bytes(parts), topology, sum(x[2] for x in local))
     data = {item.leaf: _plain(flat.leaves[item.leaf]) for item in captures}

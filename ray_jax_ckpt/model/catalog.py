@@ -6,12 +6,14 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-from ray_jax_ckpt.model.index import Index, Item, PartLayout
+from ray_jax_ckpt.model.index import Index, Item, PartLayout, numbers
+from ray_jax_ckpt.model.placement import host_part_id
 from ray_jax_ckpt.model.shards import Box
 
-# Up to so many items are looked at one by one.
+# Up to so many boxes are looked at one by one.
 _FEW = 8
 
 
@@ -23,46 +25,68 @@ class Stored(NamedTuple):
     digest: str
 
 
-Source = tuple[PartLayout, Sequence[str]]
-"""A part and the digests of its items."""
+class Source:
+    """A part with the digests of its items, which are not decoded before somebody needs one."""
+
+    def __init__(self, part: PartLayout, digests: Sequence[str]) -> None:
+        self._part, self._digests = part, digests
+
+    @cached_property
+    def by_leaf(self) -> Mapping[int, list[Stored]]:
+        """The items of each leaf. Raises ValueError if there are not as many digests as items."""
+        if len(self._digests) != len(self._part.items):
+            raise ValueError(f"Part {self._part.id} has {len(self._part.items)} items, {len(self._digests)} digests.")
+        found: dict[int, list[Stored]] = defaultdict(list)
+        for item, digest in zip(self._part.items, self._digests, strict=True):
+            found[item.leaf].append(Stored(self._part.id, item, digest))
+        return found
+
+
+@dataclass
+class Area:
+    """Boxes of leaves that are cut alike, and the sources that hold them.
+
+    A leaf on a thousand workers has a thousand boxes, of which a reader needs a few.
+    """
+
+    boxes: list[Box] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+
+    def add(self, boxes: Iterable[Box], source: Source) -> None:
+        """A source holds these."""
+        for box in boxes:
+            self.boxes.append(box)
+            self.sources.append(source)
+
+    def about(self, box: Box) -> list[Source]:
+        """Sources of all boxes that overlap `box`, and possibly of others, each once."""
+        if len(self.boxes) <= _FEW or not box:
+            return list(dict.fromkeys(self.sources))
+        return list(dict.fromkeys(self.sources[position] for position in self._order.about(box)))
+
+    @cached_property
+    def _order(self) -> Order:
+        return Order.of(self.boxes)
 
 
 class Items:
-    """The items of one leaf. Those that overlap a box are found without looking at all of them.
+    """The items of one leaf. Those that overlap a box are found without looking at all of them."""
 
-    A leaf on a thousand workers has a thousand items, of which a reader needs a few: so items are told apart by
-    position, and nothing is made for one before it is asked for.
-    """
-
-    def __init__(self, orders: Orders) -> None:
-        self._orders = orders
-        self._order: Order | None = None
-        self._items: list[Item] = []
-        self._sources: list[Source] = []
-        self.add = self._items.append
-        self.add_source = self._sources.append
+    def __init__(self, leaf: int, areas: Sequence[Area]) -> None:
+        self._leaf, self._areas = leaf, areas
 
     def __len__(self) -> int:
-        return len(self._items)
+        return sum(len(area.boxes) for area in self._areas)
 
     def __iter__(self) -> Iterator[Stored]:
-        return map(self.__getitem__, range(len(self._items)))
-
-    def __getitem__(self, position: int) -> Stored:
-        item, (part, digests) = self._items[position], self._sources[position]
-        number = bisect_left(part.items, item.offset, key=lambda other: other.offset)
-        # Behind an item without bytes another one begins at the same place.
-        while part.items[number] is not item:
-            number += 1
-        return Stored(part.id, item, digests[number])
+        for area in self._areas:
+            for source in dict.fromkeys(area.sources):
+                yield from source.by_leaf.get(self._leaf, ())
 
     def about(self, box: Box) -> list[Stored]:
         """Every item that shares elements with a box, and possibly some that do not."""
-        if len(self._items) <= _FEW or not box:
-            return list(self)
-        if self._order is None:
-            self._order = self._orders.of([item.box for item in self._items])
-        return [self[position] for position in self._order.about(box)]
+        sources = (source for area in self._areas for source in area.about(box))
+        return [stored for source in sources for stored in source.by_leaf.get(self._leaf, ())]
 
 
 @dataclass(frozen=True)
@@ -70,27 +94,25 @@ class Order:
     """Boxes sorted along the axis that tells most of them apart.
 
     Attributes:
-        boxes: As they came.
         axis: Which.
         longest: Longest range on it.
         starts: Where they begin on it, ascending.
         positions: Which boxes those are.
     """
 
-    boxes: list[Box] = field(repr=False)
     axis: int
     longest: int
     starts: list[int] = field(repr=False)
     positions: list[int] = field(repr=False)
 
     @classmethod
-    def of(cls, boxes: list[Box]) -> Order:
+    def of(cls, boxes: Sequence[Box]) -> Order:
         """Sorts boxes of one array, of at least one dimension."""
         axis = max(range(len(boxes[0])), key=lambda axis: len({box[axis] for box in boxes}))
         ranges = [box[axis] for box in boxes]
         positions = sorted(range(len(boxes)), key=ranges.__getitem__)
         longest = max(stop - start for start, stop in ranges)
-        return cls(boxes, axis, longest, [ranges[i][0] for i in positions], positions)
+        return cls(axis, longest, [ranges[i][0] for i in positions], positions)
 
     def about(self, box: Box) -> list[int]:
         """Positions of all boxes that overlap `box`, and possibly of others."""
@@ -98,38 +120,16 @@ class Order:
         return self.positions[bisect_left(self.starts, start - self.longest + 1) : bisect_left(self.starts, stop)]
 
 
-class Orders:
-    """Orders of lists of boxes. Most leaves of a tree are cut like others, and share one."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, Box, Box], list[Order]] = defaultdict(list)
-
-    def of(self, boxes: list[Box]) -> Order:
-        """The order of these boxes."""
-        alike = self._known[len(boxes), boxes[0], boxes[-1]]
-        order = next((order for order in alike if order.boxes == boxes), None)
-        if order is None:
-            order = Order.of(boxes)
-            alike.append(order)
-        return order
-
-
 class Catalog:
-    """The items of a generation by leaf, from all ranks' indices.
-
-    Attributes:
-        shared: Items of global arrays: the same for everybody.
-        local: Items that are one rank's own, by (rank, leaf).
-    """
+    """The items of a generation by leaf, from all ranks' indices."""
 
     def __init__(self) -> None:
-        orders = Orders()
-        self.shared: Mapping[int, Items] = defaultdict(lambda: Items(orders))
-        self.local: Mapping[tuple[int, int], Items] = defaultdict(lambda: Items(orders))
+        self._areas: dict[str, Area] = defaultdict(Area)
+        self._local: dict[int, Source] = {}
 
     @classmethod
     def of(cls, indices: Iterable[Index]) -> Catalog:
-        """Collects the items of all ranks' indices; of a part kept by several ranks, once."""
+        """Collects the parts of all ranks' indices; one kept by several ranks, once."""
         catalog, seen = cls(), set()
         for index in indices:
             for part in index.layout.parts:
@@ -138,13 +138,28 @@ class Catalog:
                     catalog._add(index, part)
         return catalog
 
+    def shared(self, leaf: int) -> Items:
+        """Items of a global array: the same for everybody."""
+        return Items(leaf, self._by_leaf.get(leaf, ()))
+
+    def local(self, rank: int, leaf: int) -> Items:
+        """Items that are one rank's own."""
+        source = self._local.get(rank)
+        boxes = [] if source is None else [stored.item.box for stored in source.by_leaf.get(leaf, ())]
+        return Items(leaf, [] if source is None else [Area(boxes, [source] * len(boxes))])
+
     def _add(self, index: Index, part: PartLayout) -> None:
-        local, rank, shared = index.layout.local, index.layout.rank, self.shared
-        source = part, index.digests[part.id]
-        if len(source[1]) != len(part.items):
-            raise ValueError(f"Part {part.id} has {len(part.items)} items and {len(source[1])} digests.")
-        for item in part.items:
-            leaf = item.leaf
-            items = self.local[rank, leaf] if leaf in local else shared[leaf]
-            items.add(item)
-            items.add_source(source)
+        source = Source(part, index.digests[part.id])
+        if part.id == host_part_id(index.layout.rank):
+            self._local[index.layout.rank] = source
+            return
+        for region in part.regions:
+            self._areas[region.leaves].add(region.boxes, source)
+
+    @cached_property
+    def _by_leaf(self) -> Mapping[int, list[Area]]:
+        found: dict[int, list[Area]] = defaultdict(list)
+        for leaves, area in self._areas.items():
+            for leaf in numbers(leaves):
+                found[leaf].append(area)
+        return found

@@ -2,22 +2,27 @@
 
 The layout (leaves, parts, places) is the same for every generation of one tree structure and is encoded once; the
 contents (digests, host values, `data`, metrics) are encoded for each. JSON: read by stores that must not import jax,
-and never executed.
+and never executed. What grows with the number of leaves is JSON within JSON, read when it is asked for: who restores
+gets the indices of all ranks of a group that may be large, and needs the items of a few.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from ray_jax_ckpt.model.placement import host_part_id
 from ray_jax_ckpt.model.shards import Box, Generation
 
+Value = TypeVar("Value")
+
 ALIGNMENT = 64
 """Bytes. Items start at multiples of it, so that views of any dtype are aligned and XLA may copy them at full speed."""
+_DENSE = (",", ":")
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,53 @@ class Item:
     num_bytes: int
 
 
+class Encoded(Sequence[Value]):
+    """A sequence in its JSON encoding, decoded when it is first looked into. Raises ValueError then if it is none."""
+
+    def __init__(self, text: str, decode: Callable[[Any], Value]) -> None:
+        self._text, self._decode = text, decode
+
+    @cached_property
+    def _values(self) -> tuple[Value, ...]:
+        try:
+            return tuple(map(self._decode, json.loads(self._text)))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"Not the index of a snapshot: {error!r}") from error
+
+    @overload
+    def __getitem__(self, at: int) -> Value: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Value]: ...
+    def __getitem__(self, at: Any) -> Any:
+        return self._values[at]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._values == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Leaves of which a part holds the same boxes.
+
+    Attributes:
+        leaves: Their numbers as runs, such as "0-17,20": most ranks hold other boxes of the same leaves, so that these
+            strings are equal.
+        boxes: In the order of the items.
+    """
+
+    leaves: str
+    boxes: tuple[Box, ...]
+
+
 @dataclass(frozen=True)
 class PartLayout:
     """A part's place in the keeper's buffer, and its items."""
@@ -38,9 +90,11 @@ class PartLayout:
     targets: tuple[int, ...]
     offset: int
     num_bytes: int
-    items: tuple[Item, ...] = field(repr=False)
+    items: Sequence[Item] = field(repr=False)
     pushed: bool = True
     """Whether this rank's store sends it to the targets (the first keeper does)."""
+    regions: tuple[Region, ...] = field(default=(), repr=False)
+    """What of which leaves is in it: tells who needs it without its items."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +108,16 @@ class Layout:
         leaves: One JSON-able description per leaf of the tree, in tree order.
         local: Leaves that are this rank's own (host values, numpy, process-local arrays), not shards of a global array.
         parts: Parts that this rank keeps.
-        skeleton: JSON-able description of the tree's inner nodes, for a restore without a template.
+        skeleton: JSON that describes the tree's inner nodes, for a restore without a template.
     """
 
     rank: int
     world_size: int
     structure: str
-    leaves: tuple[Mapping[str, Any], ...] = field(repr=False)
+    leaves: Sequence[Mapping[str, Any]] = field(repr=False)
     local: frozenset[int] = field(repr=False)
     parts: tuple[PartLayout, ...] = field(repr=False)
-    skeleton: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    skeleton: str = field(default="{}", repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -93,27 +147,31 @@ class Layout:
                 p.offset,
                 p.num_bytes,
                 p.pushed,
-                [[i.leaf, i.box, i.offset, i.num_bytes] for i in p.items],
+                [[region.leaves, region.boxes] for region in p.regions],
+                json.dumps([[i.leaf, i.box, i.offset, i.num_bytes] for i in p.items], separators=_DENSE),
             ]
             for p in self.parts
         ]
-        head = {
+        whole = {
             "rank": self.rank,
             "world_size": self.world_size,
             "structure": self.structure,
+            "leaves": json.dumps(list(self.leaves), separators=_DENSE),
+            "local": sorted(self.local),
+            "parts": parts,
             "skeleton": self.skeleton,
         }
-        return json.dumps({**head, "leaves": self.leaves, "local": sorted(self.local), "parts": parts}).encode()
+        return json.dumps(whole, separators=_DENSE).encode()
 
     @classmethod
     def decode(cls, raw: Mapping[str, Any]) -> Layout:
         """The inverse of `encoded`, from parsed JSON."""
         parts = tuple(
-            PartLayout(name, tuple(targets), offset, size, tuple(map(_item, items)), pushed)
-            for name, targets, offset, size, pushed, items in raw["parts"]
+            PartLayout(name, tuple(targets), offset, size, Encoded(items, _item), pushed, tuple(map(_region, regions)))
+            for name, targets, offset, size, pushed, regions, items in raw["parts"]
         )
-        leaves, local = tuple(raw["leaves"]), frozenset(raw["local"])
-        return cls(raw["rank"], raw["world_size"], raw["structure"], leaves, local, parts, raw["skeleton"])
+        head = raw["rank"], raw["world_size"], raw["structure"]
+        return cls(*head, Encoded(raw["leaves"], dict), frozenset(raw["local"]), parts, raw["skeleton"])
 
 
 @dataclass(frozen=True)
@@ -143,7 +201,7 @@ class Index:
         """JSON; the layout's own encoding is reused."""
         contents = {
             "generation": str(self.generation),
-            "digests": self.digests,
+            "digests": {part: json.dumps(list(found), separators=_DENSE) for part, found in self.digests.items()},
             "values": list(self.values.items()),
             "data": self.data,
             "metrics": self.metrics,
@@ -160,13 +218,13 @@ class Index:
             return cls(
                 Generation.parse(contents["generation"]),
                 Layout.decode(tree["layout"]),
-                contents["digests"],
+                {part: Encoded(text, str) for part, text in contents["digests"].items()},
                 {int(leaf): value for leaf, value in contents["values"]},
                 contents["data"],
                 contents["metrics"],
                 tuple((offset, size, digest) for offset, size, digest in contents["blobs"]),
             )
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"Not the index of a snapshot: {error!r}") from error
 
     def checks(self, part: PartLayout) -> Iterable[tuple[int, int, str]]:
@@ -195,11 +253,48 @@ def lay_out(
         for leaf, box, size in contents:
             items.append(Item(leaf, box, offset, size))
             offset = align(offset + size)
-        placed.append(PartLayout(name, targets, start, offset, tuple(items), pushed))
+        placed.append(PartLayout(name, targets, start, offset, tuple(items), pushed, _regions(items)))
         start += offset
     return tuple(placed)
 
 
+def _regions(items: Iterable[Item]) -> tuple[Region, ...]:
+    boxes: dict[int, list[Box]] = defaultdict(list)
+    for item in items:
+        boxes[item.leaf].append(item.box)
+    alike: dict[tuple[Box, ...], list[int]] = defaultdict(list)
+    for leaf, found in sorted(boxes.items()):
+        alike[tuple(found)].append(leaf)
+    return tuple(Region(_runs(leaves), found) for found, leaves in alike.items())
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Ascending numbers as runs, such as "0-17,20"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def numbers(runs: str) -> Iterator[int]:
+    """The numbers in `Region.leaves`."""
+    for run in runs.split(","):
+        first, _, last = run.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _region(raw: Sequence[Any]) -> Region:
+    leaves, boxes = raw
+    return Region(str(leaves), tuple(map(_box, boxes)))
+
+
 def _item(raw: Sequence[Any]) -> Item:
     leaf, box, offset, size = raw
-    return Item(leaf, tuple((a, b) for a, b in box), offset, size)
+    return Item(leaf, _box(box), offset, size)
+
+
+def _box(raw: Sequence[Any]) -> Box:
+    return tuple((start, stop) for start, stop in raw)

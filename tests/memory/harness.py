@@ -125,8 +125,8 @@ class StubGroup:
         """The whole leaf as seen from a rank's node, and whether bytes came from other nodes."""
         assert self.decision is not None
         catalog = Catalog.of(Index.from_bytes(raw) for raw in located.indices)
-        size = max(stored.item.box[0][1] for stored in catalog.shared[0])
-        want = Want(((0, size),), catalog.shared[0], 1)
+        size = max(stored.item.box[0][1] for stored in catalog.shared(0))
+        want = Want(((0, size),), catalog.shared(0), 1)
         secret = self.decision.secret
         with Reader(located, self.nodes[rank][0], secret, verify=True, timeout_s=10) as reader:
             return np.array(reader.fetch([want], [np.dtype(np.uint8)])[0]), reader.used_peers

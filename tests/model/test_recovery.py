@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_jax_ckpt.model import recovery
-from ray_jax_ckpt.model.index import ALIGNMENT, Index, Layout, lay_out
+from ray_jax_ckpt.model.index import ALIGNMENT, Encoded, Index, Layout, lay_out
 from ray_jax_ckpt.model.recovery import Catalog, Want, assign, choose_push, merge, plan_reads
 from ray_jax_ckpt.model.shards import Generation, extent, whole, within
 
@@ -68,7 +68,7 @@ def test_any_resharding_reads_what_numpy_slicing_gives(shape, old, new, data):
     buffers = {f"s{n}": np.ascontiguousarray(array[within(box, whole(shape))]).tobytes() for n, box in enumerate(boxes)}
     holders = {name: data.draw(st.lists(st.sampled_from("abc"), min_size=1, unique=True)) for name in buffers}
     wanted = [(r, c) for r in cut(shape[0], new[0]) for c in cut(shape[1], new[1]) if r[0] < r[1] and c[0] < c[1]]
-    wants = [Want(box, catalog.shared[0], 2) for box in wanted]
+    wants = [Want(box, catalog.shared(0), 2) for box in wanted]
     results = [np.full(extent(box), -1, np.int16) for box in wanted]
     for read in plan_reads(wants, holders, ["a"]):
         assert read.holder in holders[read.stored.part]
@@ -82,7 +82,7 @@ def test_any_resharding_reads_what_numpy_slicing_gives(shape, old, new, data):
 
 def test_a_part_that_nobody_holds_is_named_by_position():
     catalog = Catalog.of([index(0, [("s0", (), True, [(0, ((0, 2),), 8)]), ("s1", (), True, [(0, ((2, 4),), 8)])])])
-    wants = [Want(((0, 2),), catalog.shared[0], 4), Want(((1, 3),), catalog.shared[0], 4)]
+    wants = [Want(((0, 2),), catalog.shared(0), 4), Want(((1, 3),), catalog.shared(0), 4)]
     with pytest.raises(KeyError) as caught:
         plan_reads(wants, {"s0": ["a"], "s1": []}, [])
     assert caught.value.args == (1,)
@@ -95,7 +95,7 @@ def test_a_box_without_elements_needs_no_read():
 def test_reads_from_other_nodes_are_spread_over_the_holders():
     parts = [(f"s{n}", (), True, [(0, ((n, n + 1),), 100)]) for n in range(10)]
     catalog = Catalog.of([index(0, parts)])
-    wants = [Want(((0, 10),), catalog.shared[0], 100)]
+    wants = [Want(((0, 10),), catalog.shared(0), 100)]
     reads = plan_reads(wants, {f"s{n}": ["a", "b"] for n in range(10)}, [])
     assert sorted(read.holder for read in reads) == ["a"] * 5 + ["b"] * 5
 
@@ -137,10 +137,10 @@ def test_a_large_shard_comes_from_all_its_holders_and_small_ones_stay_together(m
     catalog = Catalog.of(
         [index(0, [("s0", (), True, [(0, ((0, 10), (0, 10)), 400), *((n, ((0, 5),), 5) for n in range(1, 17))])])]
     )
-    large = [Want(((0, 10), (0, 10)), catalog.shared[0], 4)]
+    large = [Want(((0, 10), (0, 10)), catalog.shared(0), 4)]
     spans = merge(plan_reads(large, {"s0": ["a", "b"]}, []))
     assert {holder: sum(span.num_bytes for span in asked) for holder, asked in spans.items()} == {"a": 200, "b": 200}
-    small = [Want(((0, 5),), catalog.shared[n], 1) for n in range(1, 17)]
+    small = [Want(((0, 5),), catalog.shared(n), 1) for n in range(1, 17)]
     spans = merge(plan_reads(small, {"s0": ["a", "b"]}, []))
     assert [len(asked) for asked in spans.values()] == [1, 1]
     # Memory of the own node is not cut: it is used where it is.
@@ -152,7 +152,7 @@ def test_one_of_a_thousand_shards_is_found_without_looking_at_the_others():
     parts = [(f"s{n}", (), True, [(0, box, 8), (1, box, 8)]) for n, box in enumerate(boxes)]
     catalog = Catalog.of([index(0, parts)])
     for leaf in (0, 1):
-        found = list(catalog.shared[leaf].about(((30, 33), (4, 9))))
+        found = list(catalog.shared(leaf).about(((30, 33), (4, 9))))
         assert {("s" + str(boxes.index(s.item.box))) == s.part for s in found} == {True}
         wanted = {box for box in boxes if box[0][0] < 33 and box[0][1] > 30 and box[1][0] < 9 and box[1][1] > 4}
         assert wanted <= {stored.item.box for stored in found}
@@ -161,7 +161,7 @@ def test_one_of_a_thousand_shards_is_found_without_looking_at_the_others():
 
 def test_items_without_bytes_keep_their_own_digests():
     catalog = Catalog.of([index(0, [("s0", (), True, [(0, ((0, 0),), 0), (1, ((0, 0),), 0), (2, ((0, 4),), 4)])])])
-    assert [catalog.shared[leaf][0].digest for leaf in (0, 1, 2)] == ["0s00", "0s01", "0s02"]
+    assert [catalog.shared(leaf)[0].digest for leaf in (0, 1, 2)] == ["0s00", "0s01", "0s02"]
 
 
 def test_process_local_leaves_are_kept_per_rank_and_shared_parts_counted_once():
@@ -170,8 +170,36 @@ def test_process_local_leaves_are_kept_per_rank_and_shared_parts_counted_once():
         index(rank, [shared, (f"h{rank}", (), True, [(1, ((0, 1),), 4)])], local=frozenset({1})) for rank in (0, 1)
     ]
     catalog = Catalog.of(indices)
-    assert len(catalog.shared[0]) == 1
-    assert {key: stored[0].part for key, stored in catalog.local.items()} == {(0, 1): "h0", (1, 1): "h1"}
+    assert len(catalog.shared(0)) == 1
+    assert [[stored.part for stored in catalog.local(rank, 1)] for rank in (0, 1)] == [["h0"], ["h1"]]
+    assert not list(catalog.local(0, 0))
+    assert not list(catalog.shared(1))
+
+
+def test_a_reader_of_a_large_group_decodes_only_the_items_of_ranks_that_hold_what_it_needs():
+    indices = [
+        index(rank, [(f"s{rank}>", (), True, [(leaf, ((rank, rank + 1),), 8) for leaf in (0, 1, 2, 7)])], world_size=99)
+        for rank in range(99)
+    ]
+    decoded = [Index.from_bytes(one.to_bytes()) for one in indices]
+    for rank, one in enumerate(decoded):
+        if rank not in (40, 41):
+            # Whoever looks at these meets an error.
+            object.__setattr__(one.layout.parts[0], "items", Encoded("broken", tuple))
+    catalog = Catalog.of(decoded)
+    found = [catalog.shared(leaf).about(((40, 42),)) for leaf in (0, 7)]
+    assert [[stored.part for stored in each] for each in found] == [["s40>", "s41>"]] * 2
+    assert len(catalog.shared(7)) == 99
+    assert not len(catalog.shared(3))
+    with pytest.raises(ValueError, match="Expecting value"):
+        catalog.shared(0).about(((39, 40),))
+
+
+def test_items_without_their_digests_are_refused():
+    one = index(0, [("s0>", (), True, [(0, ((0, 2),), 8)])])
+    one.digests["s0>"].clear()
+    with pytest.raises(ValueError, match="1 items, 0 digests"):
+        list(Catalog.of([one]).shared(0))
 
 
 def test_lost_copies_are_made_again_in_domains_that_lack_them():
