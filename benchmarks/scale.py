@@ -1,7 +1,7 @@
 """A large group on paper: what its planning costs, who sends how much to whom, and how many messages a snapshot takes.
 
 No process, device or byte moves: the functions that the package runs are given the shards of a group that does not
-exist. Times are those of one process that plans for one rank (placement, recovery) or runs the coordinator (books).
+exist. Times are CPU seconds of one process that plans for one rank (placement, recovery), or runs the coordinator.
 
     python benchmarks/scale.py --workers 1000 --leaves 1000 --per-node 8 --output benchmarks/results/scale.json
 """
