@@ -26,8 +26,8 @@ from ray_jax_ckpt.errors import (
     SnapshotTimeoutError,
     StepError,
 )
-from ray_jax_ckpt.memory.arena import available_bytes
 from ray_jax_ckpt.memory.messages import Decision
+from ray_jax_ckpt.memory.system import available_bytes
 from ray_jax_ckpt.model import attendance
 from ray_jax_ckpt.model.attendance import Began
 from ray_jax_ckpt.model.index import Layout

@@ -13,14 +13,15 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from ray_jax_ckpt.errors import MemoryLimitError, StoreError
+from ray_jax_ckpt.memory.system import available_bytes, process_start_time
 
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_READ = 22
@@ -29,11 +30,9 @@ _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 8 << 20
 _MAX_WASTE = 1.25
 _NO_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EMFILE, errno.ENFILE)
+Pace = Callable[[float], None]
+"""Called between pieces of memory that are touched, with the seconds that the last one took. It may wait."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-# A PID names another process sooner or later; its start time, in clock ticks since boot, makes it unique.
-_START_TIME_FIELD = 21
-_STATE_FIELD = 2
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Segment:
 
     _ids = itertools.count()
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, pace: Pace | None = None) -> None:
         self.nbytes = nbytes
         self.tag = ""
         self.id = f"{os.getpid()}-{next(Segment._ids)}"
@@ -115,7 +114,7 @@ class Segment:
         try:
             self._memory = mmap.mmap(self._fd, nbytes)
             self._view: np.ndarray | None = np.frombuffer(self._memory, np.uint8)
-            _populate(self._memory, self._view, writable=True)
+            _populate(self._memory, self._view, writable=True, pace=pace)
             self._handle = SegmentHandle(
                 id=self.id,
                 pid=os.getpid(),
@@ -207,6 +206,26 @@ class Arena:
         segment.tag = tag
         return segment
 
+    def prepare(self, nbytes: int, tag: str, *, limit: int, pace: Pace) -> None:
+        """Makes a free segment for a later `allocate` with this tag, unless there is one that fits.
+
+        Nothing is made that would lift what is held above `limit`, or the arena's own.
+
+        Raises:
+            MemoryLimitError: The node's free memory does not allow it.
+            StoreError: The arena is closed.
+        """
+        capacity = _capacity(nbytes)
+        with self._lock:
+            self._check_open()
+            allowed = limit if self._max_bytes is None else min(limit, self._max_bytes)
+            if any(_fits(s, capacity) for s in self._free.values()) or self._held() + capacity > allowed:
+                return
+            self._reserved_bytes += capacity
+        segment = self._create(capacity, pace)
+        segment.tag = tag
+        self.free(segment)
+
     def free(self, segment: Segment) -> None:
         """Takes a segment back for reuse. Freeing one twice, or another arena's, is an error.
 
@@ -278,10 +297,10 @@ class Arena:
             excess -= segment.nbytes
         return dropped
 
-    def _create(self, capacity: int) -> Segment:
+    def _create(self, capacity: int, pace: Pace | None = None) -> Segment:
         try:
             self._check_node(capacity)
-            segment = Segment(capacity)
+            segment = Segment(capacity, pace)
         except BaseException as error:
             with self._lock:
                 self._reserved_bytes -= capacity
@@ -343,30 +362,6 @@ def open_segment(handle: SegmentHandle, writable: bool = False) -> Mapping:
     return mapping
 
 
-def process_start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none. With it a PID is unique for good."""
-    fields = _process_stat(pid)
-    return None if fields is None else int(fields[_START_TIME_FIELD - _STATE_FIELD])
-
-
-def process_alive(pid: int, start_time: int) -> bool:
-    """Whether this very process can still write memory: it runs, is stopped, or is dying with threads left.
-
-    A zombie without threads counts as gone, since its memory is.
-    """
-    fields = _process_stat(pid)
-    if fields is None or int(fields[_START_TIME_FIELD - _STATE_FIELD]) != start_time:
-        return False
-    # The first thread of a killed process can be a zombie while another one finishes its copy on another core.
-    return fields[0] not in ("Z", "X") or _num_threads(pid) > 1
-
-
-def available_bytes() -> int | None:
-    """Bytes of memory that this process can still take without being killed; None if the system does not say."""
-    limits = [_meminfo_available(), _cgroup_available()]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
 def _sealed_memfd(nbytes: int) -> int:
     fd = os.memfd_create("ray_jax_ckpt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -379,14 +374,17 @@ def _sealed_memfd(nbytes: int) -> int:
     return fd
 
 
-def _populate(memory: mmap.mmap, view: np.ndarray, *, writable: bool) -> None:
+def _populate(memory: mmap.mmap, view: np.ndarray, *, writable: bool, pace: Pace | None = None) -> None:
     """Makes every page present, so that copies run at memory speed from the first on."""
     with contextlib.suppress(OSError, AttributeError):  # a hint that many kernels are built without
         memory.madvise(mmap.MADV_HUGEPAGE)
     advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
     try:
         for start in range(0, len(memory), _POPULATE_BYTES):
+            begun = time.monotonic()
             memory.madvise(advice, start, min(_POPULATE_BYTES, len(memory) - start))
+            if pace is not None:
+                pace(time.monotonic() - begun)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -415,39 +413,3 @@ def _check_segment(fd: int, handle: SegmentHandle, what: str) -> None:
     status = os.fstat(fd)
     if status.st_ino != handle.inode or status.st_size != handle.nbytes:
         raise StoreError(f"cannot open {what}: its owner has dropped it, and descriptor {handle.fd} is another file")
-
-
-def _process_stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on. The command before it may hold blanks and parentheses."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text[text.rindex(")") + 2 :].split()
-
-
-def _num_threads(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-
-
-def _meminfo_available() -> int | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return None
-
-
-def _cgroup_available() -> int | None:
-    """What a container's own limit leaves, with cgroups v2; its file pages can be dropped and count as free."""
-    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-        own = Path("/proc/self/cgroup").read_text().split("0::/", 1)[1].split("\n", 1)[0]
-        root = Path("/sys/fs/cgroup") / own
-        limit = int((root / "memory.max").read_text())
-        used = int((root / "memory.current").read_text())
-        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        return max(0, limit - used + int(stat["inactive_file"]))
-    return None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from ray_jax_ckpt.errors import SnapshotLostError, SnapshotTimeoutError, StoreError
+from ray_jax_ckpt.errors import MemoryLimitError, SnapshotLostError, SnapshotTimeoutError, StoreError
 from ray_jax_ckpt.memory.arena import Arena, Segment
 from ray_jax_ckpt.memory.content import Content
 from ray_jax_ckpt.memory.messages import Place, RankIndex
@@ -17,8 +19,14 @@ from ray_jax_ckpt.model.books import Held
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Slots
 
+logger = logging.getLogger(__name__)
+
 # Waiters look again so often, whether woken or not.
 LOOK_INTERVAL_S = 0.5
+# Buffers of this size and more take long enough to make (0.1 s and more) that the second one is made in advance.
+PREPARE_BYTES = 64 << 20
+# What is made in advance leaves the cores and the interpreter to others so many times as long as it takes them.
+IDLE_FACTOR = 3.0
 
 Piece = tuple[Content, np.ndarray, str]
 """What is in a buffer, the buffer, and a part in it."""
@@ -43,6 +51,10 @@ class Shelf:
         self._contents: dict[int, Content] = {}
         self._sizes: dict[str, int] = {}
         self._retired = False
+        self._prepared: set[str] = set()
+        # One buffer is made at a time: the one that is needed now may be the one that is being made in advance.
+        self._making = threading.Lock()
+        self._hurrying = 0
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +109,8 @@ class Shelf:
             # Another group, or another tree: what is free has the sizes of the last one.
             self._arena.trim(self._sizes.values())
         try:
-            segment = self._arena.allocate(num_bytes, tag=source)
+            with self._hurry(), self._making:
+                segment = self._arena.allocate(num_bytes, tag=source)
         except BaseException:
             self.update(lambda slots: slots_.cancel(slots, slot))
             raise
@@ -114,6 +127,52 @@ class Shelf:
             slots = slots_.commit(self.slots, slot, attempt)
             self._contents[slot] = content
             self.update(lambda _: slots)
+
+    # The second buffer of a source.
+
+    def prepare(self, source: str) -> None:
+        """Begins to make the buffer that the source's next generation needs, as it has filled the first one.
+
+        Returns at once; called after every `commit`, of which only the first counts. Does nothing while generations of
+        earlier attempts are held: their memory is not to be exceeded by more than the one buffer until they are gone.
+        """
+        with self.changed:
+            attempts = {slot.generation.attempt for slot in self.slots.used.values()}
+            if source in self._prepared or self._sizes.get(source, 0) < PREPARE_BYTES:
+                return
+            self._prepared.add(source)
+            if attempts != {self.slots.attempt}:
+                return
+        threading.Thread(target=self._prepare, args=(source,), name=f"buffer for {source}", daemon=True).start()
+
+    def _prepare(self, source: str) -> None:
+        with self._making:
+            with self.changed:
+                num_bytes = self._sizes.get(source)
+                limit = self.slots.per_source * sum(self._sizes.values())
+            if num_bytes is None:
+                return
+            try:
+                self._arena.prepare(num_bytes, source, limit=limit, pace=self._pace)
+                if self._retired:
+                    self._arena.trim()
+            except (MemoryLimitError, StoreError) as error:
+                logger.info("No second buffer was made in advance for %s: %s", source, error)
+
+    @contextlib.contextmanager
+    def _hurry(self) -> Iterator[None]:
+        """While it is open, what is made in advance takes no breaks."""
+        with self.changed:
+            self._hurrying += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._hurrying -= 1
+
+    def _pace(self, seconds: float) -> None:
+        if not self._hurrying:
+            time.sleep(seconds * IDLE_FACTOR)
 
     # Freeing.
 
@@ -135,6 +194,7 @@ class Shelf:
         """Another group comes, with buffers of other sizes."""
         with self.changed:
             self._sizes.clear()
+            self._prepared.clear()
             self._retired = False
 
     def retire(self) -> None:

@@ -15,11 +15,11 @@ import numpy as np
 from ray.actor import ActorHandle
 
 from ray_jax_ckpt.errors import SnapshotLostError, StoreError
-from ray_jax_ckpt.memory.arena import process_alive, process_start_time
 from ray_jax_ckpt.memory.content import Content, push_message
 from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, Probe, RankIndex, StoreView
 from ray_jax_ckpt.memory.pusher import Pusher
 from ray_jax_ckpt.memory.shelf import Shelf
+from ray_jax_ckpt.memory.system import process_alive, process_start_time
 from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader
 from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model import slots as slots_
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
 # Two heartbeats and a half.
 SILENCE_S = 5.0
+# In the name of a source that pushes one generation, not one after the other.
+_AGAIN = " again "
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ class ReplicaStore:
         faults.reach("committed", index.generation.step)
         self._tell(index.generation)
         self._push_own(index)
+        self._shelf.prepare(self._options.name)
 
     def cancel(self, slot: int) -> None:
         """The worker failed to fill the slot and does not touch it again."""
@@ -206,6 +209,8 @@ class ReplicaStore:
         generation = Generation.parse(header.generation)
         faults.reach("received", generation.step)
         self._tell(generation)
+        if _AGAIN not in header.source:
+            self._shelf.prepare(header.source)
 
     # Reading.
 
@@ -243,7 +248,7 @@ class ReplicaStore:
     def push(self, generation: Generation, parts: tuple[str, ...], target: str, address: str) -> None:
         """Copies held parts to another store (re-replication). Returns at once; the receiver reports what arrived."""
         # A source of its own: what this store has pushed there before may be in use, or damaged.
-        attempt, source = self._shelf.slots.attempt, f"{self._options.name} again {next(self._pushes)}"
+        attempt, source = self._shelf.slots.attempt, f"{self._options.name}{_AGAIN}{next(self._pushes)}"
         self._pusher.enqueue(PushJob(generation, parts, attempt, target, target=(target, address), source=source))
 
     # Inside.

@@ -22,11 +22,9 @@ from ray_jax_ckpt.memory.arena import (
     Arena,
     Segment,
     SegmentHandle,
-    available_bytes,
     open_segment,
-    process_alive,
-    process_start_time,
 )
+from ray_jax_ckpt.memory.system import available_bytes, process_alive, process_start_time
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 4096

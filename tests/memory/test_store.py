@@ -23,7 +23,7 @@ from ray_jax_ckpt.errors import (
     StaleAttemptError,
 )
 from ray_jax_ckpt.memory import fleet
-from ray_jax_ckpt.memory.arena import process_alive, process_start_time
+from ray_jax_ckpt.memory.system import process_alive, process_start_time
 from ray_jax_ckpt.model.shards import Generation
 
 
