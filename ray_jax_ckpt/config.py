@@ -68,8 +68,9 @@ class SnapshotConfig(_Settings):
             can take over.
         failure_domain: What fails together. "auto": TPU slices where Ray labels them, when there are at least `copies`,
             else nodes. "node": nodes. Anything else: the key of a Ray node label.
-        streams: Connections that one large transfer between nodes is spread over, at most; small ones use fewer. More
-            help where one core cannot keep the network busy, and cost that many more cores while bytes travel.
+        streams: Connections that one large read from another node is spread over, at most; small ones use fewer. More
+            help where one core cannot keep the network busy, and cost that many more cores while bytes travel. What a
+            store copies to a peer goes over one connection per peer.
     """
 
     every_n_steps: int = Field(default=10, ge=1)
