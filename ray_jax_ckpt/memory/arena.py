@@ -193,7 +193,7 @@ class Arena:
         """
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
-        capacity = _capacity(nbytes)
+        capacity = capacity_of(nbytes)
         with self._lock:
             segment = self._reuse(capacity, tag)
             if segment is not None:
@@ -216,7 +216,7 @@ class Arena:
             MemoryLimitError: The node's free memory does not allow it.
             StoreError: The arena is closed.
         """
-        capacity = _capacity(nbytes)
+        capacity = capacity_of(nbytes)
         with self._lock:
             self._check_open()
             allowed = limit if self._max_bytes is None else min(limit, self._max_bytes)
@@ -246,7 +246,7 @@ class Arena:
 
     def trim(self, useful: Iterable[int] = ()) -> int:
         """Drops free segments and returns their size in bytes. Those that an allocation of a useful size takes stay."""
-        sizes = [_capacity(nbytes) for nbytes in useful]
+        sizes = [capacity_of(nbytes) for nbytes in useful]
         with self._lock:
             dropped = [s for s in self._free.values() if not any(_fits(s, size) for size in sizes)]
             for segment in dropped:
@@ -333,7 +333,8 @@ class Arena:
             raise StoreError("the arena is closed")
 
 
-def _capacity(nbytes: int) -> int:
+def capacity_of(nbytes: int) -> int:
+    """Size of a new segment for so many bytes: whole pages."""
     return max(1, -(-nbytes // _PAGE_BYTES)) * _PAGE_BYTES
 
 

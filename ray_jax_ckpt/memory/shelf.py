@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from ray_jax_ckpt.errors import MemoryLimitError, SnapshotLostError, SnapshotTimeoutError, StoreError
-from ray_jax_ckpt.memory.arena import Arena, Segment
+from ray_jax_ckpt.memory.arena import Arena, Segment, capacity_of
 from ray_jax_ckpt.memory.content import Content
 from ray_jax_ckpt.memory.messages import Place, RankIndex
 from ray_jax_ckpt.model import slots as slots_
@@ -149,7 +149,7 @@ class Shelf:
         with self._making:
             with self.changed:
                 num_bytes = self._sizes.get(source)
-                limit = self.slots.per_source * sum(self._sizes.values())
+                limit = self.slots.per_source * sum(map(capacity_of, self._sizes.values()))
             if num_bytes is None:
                 return
             try:

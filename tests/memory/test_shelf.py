@@ -38,13 +38,15 @@ def filled(store, step, source="own", attempt=1, num_bytes=SIZE):
     return Generation(attempt, 0, step)
 
 
-def test_the_second_buffer_is_there_before_it_is_asked_for():
+@pytest.mark.parametrize("odd", [0, 1, 4095], ids=["pages", "odd", "nearly"])
+def test_the_second_buffer_is_there_before_it_is_asked_for(odd):
     store = Shelf("own", per_source=2, attempt=1)
-    filled(store, 1)
-    until(lambda: store.num_bytes == 2 * SIZE)
-    filled(store, 2)
+    size = SIZE + 4096 if odd else SIZE
+    filled(store, 1, num_bytes=SIZE + odd)
+    until(lambda: store.num_bytes == 2 * size)
+    filled(store, 2, num_bytes=SIZE + odd)
     filled(store, 1, source="peer", num_bytes=2 * SIZE)
-    until(lambda: store.num_bytes == 6 * SIZE)
+    until(lambda: store.num_bytes == 2 * size + 4 * SIZE)
 
 
 def test_a_buffer_that_is_needed_while_it_is_made_is_waited_for_and_not_made_twice(monkeypatch):
