@@ -242,7 +242,7 @@ class Arena:
     def fits(self, nbytes: int) -> bool:
         """Whether `allocate` finds a free segment."""
         with self._lock:
-            return any(_fits(segment, _capacity(nbytes)) for segment in self._free.values())
+            return any(_fits(segment, capacity_of(nbytes)) for segment in self._free.values())
 
     def trim(self, useful: Iterable[int] = ()) -> int:
         """Drops free segments and returns their size in bytes. Those that an allocation of a useful size takes stay."""
