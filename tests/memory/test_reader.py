@@ -33,7 +33,7 @@ def wants(*boxes: tuple[int, int]) -> list[Want]:
     """Of a leaf of `NUM_BYTES` elements that is all in part "w"."""
     parts = lay_out([("w", (), True, [(0, ((0, NUM_BYTES),), NUM_BYTES)])])
     index = Index(G, Layout(0, 1, "", ({"path": "w"},), frozenset(), parts), {"w": [""]})
-    return [Want((box,), Catalog.of([index]).shared[0], 1) for box in boxes]
+    return [Want((box,), Catalog.of([index]).shared(0), 1) for box in boxes]
 
 
 def located(*stores: StoreView) -> Located:
