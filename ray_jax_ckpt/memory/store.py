@@ -18,6 +18,7 @@ from ray_jax_ckpt.errors import SnapshotLostError, StoreError
 from ray_jax_ckpt.memory.content import Content, push_message
 from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, Probe, RankIndex, StoreView
 from ray_jax_ckpt.memory.pusher import Pusher
+from ray_jax_ckpt.memory.scratch import sweep_scratch
 from ray_jax_ckpt.memory.shelf import Shelf
 from ray_jax_ckpt.memory.system import process_alive, process_start_time
 from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader
@@ -85,6 +86,7 @@ class ReplicaStore:
         self._clients = FlightClients(secret)
         self._server = FlightServer(secret, self, options.node_ip)
         self._raylet = os.getppid()
+        self._dead_writers: set[str] = set()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     # Who it is.
@@ -325,10 +327,13 @@ class ReplicaStore:
             self._tell(generation)
 
     def _forget_dead_writers(self) -> None:
-        for writer in {slot.writer for slot in self._shelf.slots.used.values() if slot.writer}:
-            pid, started = writer.split(":")
-            if not process_alive(int(pid), int(started)):
-                self._shelf.update(lambda slots, writer=writer: slots_.writer_gone(slots, writer))
+        writers = {slot.writer for slot in self._shelf.slots.used.values() if slot.writer}
+        dead = {writer for writer in writers if not process_alive(*map(int, writer.split(":")))}
+        for writer in dead:
+            self._shelf.update(lambda slots, writer=writer: slots_.writer_gone(slots, writer))
+        if dead - self._dead_writers:
+            sweep_scratch()
+        self._dead_writers = dead
 
 
 def writer_identity() -> str:
