@@ -22,7 +22,7 @@ class Config:
     Attributes:
         directory: Where ranks write what they see.
         death: "worker": rank 1 kills itself after step `DEATH` of the first attempt. "node": it says where it is then,
-            and waits to be killed from outside.
+            and waits to be killed from outside. "plan": nothing here; faults are armed.
         template: What is restored into: "abstract" or "concrete".
     """
 
@@ -186,7 +186,7 @@ def train(config: Config) -> None:
         if step == PROTECTED:
             rjc.wait()
             record.add("protected", latest=rjc.latest())
-        if step == DEATH and checkpoint is None and rank == 1:
+        if step == DEATH and checkpoint is None and rank == 1 and config.death != "plan":
             die(config, record)
     record.add("finished", state=training.summary(state), latest=rjc.latest())
     ray.train.report({"loss": float(loss)})

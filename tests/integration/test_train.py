@@ -27,7 +27,7 @@ from ray.train.v2.jax import JaxTrainer
 
 import ray_jax_ckpt as rjc
 from ray_jax_ckpt.memory.fleet import NAMESPACE
-from ray_jax_ckpt.testing import kill_node
+from ray_jax_ckpt.testing import Armed, Fault, FaultPlan, kill_node
 
 # Four starts of two processes: well under two minutes on an idle machine with two cores, minutes on a busy one.
 pytestmark = pytest.mark.timeout(480)
@@ -38,7 +38,14 @@ NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def plan() -> Iterator[FaultPlan]:
+    """In the environment before the cluster starts, so that all its processes have it."""
+    with FaultPlan() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def cluster(plan: FaultPlan) -> Iterator[Cluster]:
     """A head that never trains, and two nodes with room for one worker each."""
     with pytest.MonkeyPatch.context() as patch:
         # The controller unpickles the callback, and imports this package for it.
@@ -83,7 +90,7 @@ class Run:
         return [found for found in self.events if found["event"] == event]
 
 
-def finish(directory: Path, death: str, template: str) -> Run:
+def finish(directory: Path, death: str, template: str, max_failures: int = 1) -> Run:
     config = job.Config(directory, death, template)
     trainer = JaxTrainer(
         job.train,
@@ -93,7 +100,7 @@ def finish(directory: Path, death: str, template: str) -> Run:
         run_config=RunConfig(
             name=death,
             storage_path=str(directory / "storage"),
-            failure_config=FailureConfig(max_failures=1),
+            failure_config=FailureConfig(max_failures=max_failures),
             callbacks=[rjc.CheckpointManager(snapshot=rjc.SnapshotConfig(every_n_steps=job.EVERY, copies=2))],
             worker_runtime_env={
                 "env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
@@ -149,6 +156,19 @@ def node_death(cluster: Cluster, worker_death: Run, tmp_path_factory: pytest.Tem
     killer.join(timeout=30)
     assert not killer.is_alive()
     return run
+
+
+@pytest.fixture(scope="module")
+def failures(cluster: Cluster, plan: FaultPlan, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Armed]]:
+    """A worker dies while it copies, another one during the restore; then the coordinator, and a store."""
+    faults = [
+        Fault("copy", "kill", rank=1, step=9),
+        Fault("read", "kill", rank=0, step=job.PROTECTED),
+        Fault("report", "kill", step=9, occurrence=3),
+        Fault("committed", "kill", rank=0, step=12),
+    ]
+    armed = [plan.arm(fault) for fault in faults]
+    return finish(tmp_path_factory.mktemp("failures"), "plan", "abstract", max_failures=2), armed
 
 
 def kill_when_doomed(directory: Path, timeout_s: float = 240.0) -> None:
@@ -228,4 +248,18 @@ def test_what_was_decided_is_on_record(run):
 
 
 def test_a_finished_run_leaves_nothing_behind(run):
+    assert run.left_behind == []
+
+
+def test_a_second_failure_during_the_restore_loses_nothing_and_dead_stores_and_coordinators_cost_no_restart(
+    failures, reference
+):
+    run, armed = failures
+    assert all(one.fired() for one in armed), [one.fired() for one in armed]
+    assert [found["checkpoint"] for found in run.seen(3, "started")] == ["SnapshotCheckpoint"] * 2
+    assert [found["step"] for found in run.seen(3, "restored")] == [job.PROTECTED] * 2
+    assert run.seen(4, "started") == []
+    losses, state = reference
+    assert [found["loss"] for found in job.read(run.directory, 3, 0, "step")] == losses[job.PROTECTED :]
+    assert [found["state"] for found in run.seen(3, "finished")] == [state] * 2
     assert run.left_behind == []

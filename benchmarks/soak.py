@@ -1,0 +1,245 @@
+"""Kills at random what belongs to a running training, again and again, and checks what comes back.
+
+    python benchmarks/soak.py                        50 kills: about a quarter of an hour on two idle cores
+    python benchmarks/soak.py --kills 50 --budget-s 200     as many of them as fit; the next call goes on
+
+A `JaxTrainer` run of two workers on two nodes of this machine, with a snapshot every five steps. Killed (SIGKILL) are
+a worker, a store, both of one rank at the same moment, the coordinator, or a whole node, at random moments. After each
+kill it is checked that all ranks restore the same step, bit for bit what it has to be; that no step that was protected
+before the kill is lost; and that snapshots become protected again. What a kill cost goes to the result file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from bench import cluster as bench_cluster
+from bench import soak_job
+from bench.report import describe_machine
+
+RESULT = Path(__file__).resolve().parent / "results" / "soak.json"
+WEIGHTS = {"worker": 6, "store": 4, "both": 4, "coordinator": 4, "node": 2}
+RESTARTING = ("worker", "both", "node")
+LONGEST_PAUSE_S = 2.0
+RECOVERY_TIMEOUT_S = 180.0
+NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50, help="in the result file at the end (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is killed, and when (default: %(default)s)")
+    parser.add_argument("--budget-s", type=float, default=3600.0, help="no kill after so long (default: %(default)s)")
+    parser.add_argument("--kinds", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="what may be killed")
+    parser.add_argument("--out", type=Path, default=RESULT, help="result file, continued (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+class Chaos(threading.Thread):
+    """Kills, waits for the recovery, checks it. Ends the training when it has done its part, or when a check fails."""
+
+    def __init__(self, work: Path, plan: list[tuple[str, int, float]], deadline: float, cluster: Any) -> None:
+        """`plan`: kind, rank and the pause before each kill."""
+        super().__init__(name="chaos", daemon=True)
+        from ray_jax_ckpt.testing import find_run
+
+        self.records: list[dict[str, Any]] = []
+        self.problem = ""
+        self._work, self._plan, self._deadline, self._cluster = work, plan, deadline, cluster
+        self._live = find_run("soak", str(work / "storage"))
+
+    def run(self) -> None:
+        """In order, until the plan or the time is over."""
+        try:
+            since = 0.0
+            for kind, rank, pause_s in self._plan:
+                self._until(lambda since=since: self._protected(since), "the training goes on")
+                if time.monotonic() > self._deadline:
+                    break
+                time.sleep(pause_s)
+                record = self._one(kind, rank)
+                since = record.pop("recovered_at")
+                self.records.append(record)
+                print(json.dumps(record), flush=True)
+        except Exception:
+            self.problem = traceback.format_exc()
+        steps = [event["step"] for event in soak_job.read(self._work) if event["event"] == "step"]
+        (self._work / "stop").write_text(str(max(steps, default=0) + 10 * soak_job.EVERY))
+
+    def _one(self, kind: str, rank: int) -> dict[str, Any]:
+        begun = time.time()
+        self._kill(kind, rank)
+        before = [event for event in soak_job.read(self._work) if event["time"] < begun]
+        safe = max((e["step"] for e in before if e["event"] == "protected"), default=0)
+        last = max(event["step"] for event in before if event["event"] == "step")
+        record: dict[str, Any] = {"kind": kind, "rank": rank, "protected_step": safe, "last_step": last}
+        if kind in RESTARTING:
+            record |= self._check_restore(begun, safe)
+            record["steps_lost"] = last - record["restored_step"]
+        done = self._until(lambda: self._protected(begun, max(last, safe)), f"recovery from the death of a {kind}")
+        return record | {"recovery_s": round(done - begun, 2), "recovered_at": done}
+
+    def _check_restore(self, begun: float, safe: int) -> dict[str, Any]:
+        """All ranks restored one step, bit for bit, and nothing that was safe is lost."""
+
+        def both() -> list[dict[str, Any]]:
+            events = [
+                e for e in soak_job.read(self._work) if e["time"] > begun and e["event"] in ("restored", "started")
+            ]
+            last = {event["rank"]: event for event in events if event["event"] == "restored"}
+            afresh = [event for event in events if event["event"] == "started" and event["step"] == 0]
+            assert not afresh, f"a rank started afresh: {afresh}"
+            return list(last.values()) if len(last) == 2 else []
+
+        found = self._until(both, "a restore on all ranks")
+        steps = {event["step"] for event in found}
+        assert len(steps) == 1, f"ranks restored different steps: {found}"
+        assert min(steps) >= safe, f"step {safe} was protected, and {min(steps)} was restored"
+        assert not any(event["problem"] for event in found), f"not bit-identical: {found}"
+        return {"restored_step": min(steps), "sources": sorted(event["source"] for event in found)}
+
+    def _kill(self, kind: str, rank: int) -> None:
+        from ray_jax_ckpt.testing import kill_node, kill_process
+
+        if kind == "coordinator":
+            return kill_process(self._live.coordinator())
+        if kind == "node":
+            self._cluster.add_node(**NODE)
+            kill_node(self._started(rank)["node"])
+            return None
+        store = self._live.stores()[rank] if kind != "worker" else None
+        for pid in [self._started(rank)["pid"]] * (kind != "store") + [store] * (store is not None):
+            kill_process(pid)
+        return None
+
+    def _started(self, rank: int) -> dict[str, Any]:
+        return [e for e in soak_job.read(self._work) if e["event"] == "started" and e["rank"] == rank][-1]
+
+    def _protected(self, since: float, step: int = 0) -> float | None:
+        """When all ranks had got beyond a step and protected a snapshot again."""
+        times = {}
+        for event in soak_job.read(self._work):
+            if event["event"] == "protected" and event["time"] > since and event["step"] > step:
+                times.setdefault(event["rank"], event["time"])
+        return max(times.values()) if len(times) == 2 else None
+
+    def _until(self, condition: Callable[[], Any], what: str) -> Any:
+        deadline = time.monotonic() + RECOVERY_TIMEOUT_S
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not within {RECOVERY_TIMEOUT_S:g} s")
+            time.sleep(0.05)
+        return value
+
+
+def plan_kills(seed: int, kinds: Sequence[str], count: int) -> list[tuple[str, int, float]]:
+    """Kind, rank, and seconds before it: the same for the same seed."""
+    numbers = random.Random(seed)
+    weights = [WEIGHTS[kind] for kind in kinds]
+    return [
+        (numbers.choices(kinds, weights)[0], numbers.randrange(2), numbers.uniform(0, LONGEST_PAUSE_S))
+        for _ in range(count)
+    ]
+
+
+def soak(work: Path, plan: list[tuple[str, int, float]], budget_s: float) -> Chaos:
+    """One run of the trainer, with as many kills of the plan as fit into the budget."""
+    import ray
+    from ray.cluster_utils import Cluster
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.jax import JaxTrainer
+
+    import ray_jax_ckpt as rjc
+
+    deadline = time.monotonic() + budget_s
+    cluster: Any = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            cluster.add_node(**NODE)
+        # Ray Train's clean-up asks "the" cluster of the machine, and must not ask somebody else's.
+        environment = {"env_vars": {"RAY_ADDRESS": cluster.address}}
+        ray.init(address=cluster.address, runtime_env=environment, log_to_driver=False)
+        chaos = Chaos(work, plan, deadline, cluster)
+        trainer = JaxTrainer(
+            soak_job.train,
+            train_loop_config={"work": str(work)},
+            jax_config=rjc.JaxConfig(compilation_cache_dir=str(work / "xla")),
+            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(
+                name="soak",
+                storage_path=str(work / "storage"),
+                failure_config=FailureConfig(max_failures=-1),
+                callbacks=[
+                    rjc.CheckpointManager(snapshot=rjc.SnapshotConfig(every_n_steps=soak_job.EVERY, timeout_s=30))
+                ],
+                worker_runtime_env={
+                    "env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+                },
+            ),
+        )
+        chaos.start()
+        bench_cluster.fit(trainer)
+        chaos.join(30)
+        return chaos
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def summarize(kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Kills by kind; steps lost and seconds of recovery, median and most."""
+    summary: dict[str, Any] = {}
+    for kind, count in Counter(kill["kind"] for kill in kills).items():
+        mine = [kill for kill in kills if kill["kind"] == kind]
+        seconds, lost = (
+            sorted(k["recovery_s"] for k in mine),
+            sorted(k["steps_lost"] for k in mine if "steps_lost" in k),
+        )
+        summary[kind] = {
+            "kills": count,
+            "recovery_s": {"median": seconds[len(seconds) // 2], "max": seconds[-1]},
+            "steps_lost": {"median": lost[len(lost) // 2], "max": lost[-1]} if lost else None,
+        }
+    return summary
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Goes on where the result file ends. Returns the exit code."""
+    arguments = parse_arguments(argv)
+    bench_cluster.prepare_environment()
+    result = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"runs": [], "kills": []}
+    done = len(result["kills"])
+    plan = plan_kills(arguments.seed, arguments.kinds, arguments.kills)[done:]
+    if not plan:
+        print(f"{done} kills are in {arguments.out}: nothing to do")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="rjcs-") as folder:
+        chaos = soak(Path(folder), plan, arguments.budget_s)
+    result["runs"].append({**describe_machine(), "seed": arguments.seed, "kills": len(chaos.records)})
+    result["kills"] += chaos.records
+    result["failed"] = chaos.problem
+    result["summary"] = summarize(result["kills"])
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["summary"], indent=1))
+    if chaos.problem:
+        print(chaos.problem, file=sys.stderr)
+    return 1 if chaos.problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
