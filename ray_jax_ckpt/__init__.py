@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray_jax_ckpt import errors
     from ray_jax_ckpt.arrays.snapshotter import Snapshotter
-    from ray_jax_ckpt.config import SnapshotConfig
+    from ray_jax_ckpt.config import SnapshotConfig, TlsConfig
     from ray_jax_ckpt.manager import CheckpointManager
     from ray_jax_ckpt.trainer import JaxConfig
     from ray_jax_ckpt.worker import Restored, latest, restore, snapshot, wait
@@ -25,6 +25,7 @@ __all__ = [
     "Restored",
     "SnapshotConfig",
     "Snapshotter",
+    "TlsConfig",
     "__version__",
     "errors",
     "latest",
@@ -39,6 +40,7 @@ _HOME = {
     "Restored": "ray_jax_ckpt.worker",
     "SnapshotConfig": "ray_jax_ckpt.config",
     "Snapshotter": "ray_jax_ckpt.arrays.snapshotter",
+    "TlsConfig": "ray_jax_ckpt.config",
     "latest": "ray_jax_ckpt.worker",
     "restore": "ray_jax_ckpt.worker",
     "snapshot": "ray_jax_ckpt.worker",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ray_jax_ckpt.errors import ConfigError
 
@@ -43,6 +44,36 @@ class _Settings(BaseModel):
         return f"{cls.__name__} has no setting {name!r}; {known}"
 
 
+class TlsConfig(_Settings):
+    """Certificates with which snapshots travel encrypted between nodes.
+
+    The files are PEM, read on every node when a store or a worker starts: the same paths everywhere, each node with a
+    certificate of its own or all with one. They are tried out then, and a `ConfigError` says what is wrong.
+
+    Attributes:
+        certificate: This node's certificate, with the intermediate ones behind it.
+        private_key: Its key, not encrypted.
+        ca: The certificates that peers' ones have to be signed by.
+        mutual: Whether callers have to show a certificate too, so that nobody without one gets as far as to be asked
+            for the run's secret.
+        server_name: A name that all certificates hold. None: each holds its node's IP address.
+    """
+
+    certificate: str
+    private_key: str
+    ca: str
+    mutual: bool = True
+    server_name: str | None = Field(default=None, min_length=1)
+
+    @field_validator("certificate", "private_key", "ca")
+    @classmethod
+    def _absolute(cls, path: str) -> str:
+        # Stores and workers run in other directories than the driver.
+        if not os.path.isabs(path):
+            raise ValueError(f"must be an absolute path, the same on every node, got {path!r}")
+        return path
+
+
 class SnapshotConfig(_Settings):
     """How often, how widely and at what cost training state is kept in memory.
 
@@ -71,6 +102,14 @@ class SnapshotConfig(_Settings):
         streams: Connections that one large read from another node is spread over, at most; small ones use fewer. More
             help where one core cannot keep the network busy, and cost that many more cores while bytes travel. What a
             store copies to a peer goes over one connection per peer.
+        reject_nonfinite: Keep a state with NaN or infinity in a floating leaf out of what can be restored: its snapshot
+            is abandoned, on all ranks, with a warning that names leaves and rank, and the one before stays. It costs a
+            pass over the bytes in the background.
+        scrub_interval_s: Seconds between two looks of a store at all that it holds, to find bytes that memory has lost:
+            what is bad is replaced by a good copy. A look takes at most about 1 % of a core. None: never.
+        tls: Certificates for what travels between nodes. None: it travels unencrypted.
+        on_replica_mismatch: What happens when ranks that hold replicas of a shard captured different bytes. "warn": the
+            lowest rank's count for all, and a warning names the leaves and ranks. "reject": the snapshot is abandoned.
     """
 
     every_n_steps: int = Field(default=10, ge=1)
@@ -84,3 +123,7 @@ class SnapshotConfig(_Settings):
     orphan_timeout_s: float = Field(default=600.0, gt=0)
     failure_domain: str = Field(default="auto", min_length=1)
     streams: int = Field(default=4, ge=1)
+    reject_nonfinite: bool = False
+    scrub_interval_s: float | None = Field(default=600.0, gt=0)
+    tls: TlsConfig | None = None
+    on_replica_mismatch: Literal["warn", "reject"] = "warn"

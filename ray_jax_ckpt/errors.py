@@ -21,6 +21,7 @@ Each class is also the builtin a caller would expect, so ``except TimeoutError``
     │   └── IntegrityError       (ValueError)           ... because the bytes are not those that were captured
     ├── StoreError               (RuntimeError)         a snapshot store refused or failed
     │   ├── StaleAttemptError    (RuntimeError)         ... because the caller belongs to an older attempt
+    │   ├── AlreadyHeldError     (FileExistsError)      ... because it has what it was to be sent
     │   └── AuthenticationError  (PermissionError)      ... because the caller lacks the run's secret
     └── NotSupportedError        (NotImplementedError)  something this version does not do
 """
@@ -88,6 +89,10 @@ class StoreError(CheckpointError, RuntimeError):
 
 class StaleAttemptError(StoreError):
     """A request of an attempt that has been superseded by a newer one."""
+
+
+class AlreadyHeldError(StoreError, FileExistsError):
+    """A push of what the receiver holds already, or is receiving."""
 
 
 class AuthenticationError(StoreError, PermissionError):

@@ -17,6 +17,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from ray_jax_ckpt.arrays.finite import check_finite
 from ray_jax_ckpt.arrays.plan import Captured
 from ray_jax_ckpt.data_state import DataCapture, DataRoom, write_blobs
 from ray_jax_ckpt.errors import CheckpointError, SnapshotError, SnapshotTimeoutError, StoreError
@@ -63,6 +64,7 @@ class Pipeline:
         room: For what of `data` does not fit into the index.
         attempt: The group's.
         verify: Whether items are digested.
+        reject_nonfinite: Whether a state with NaN or infinity in it fails.
         timeout_s: Bound of the wait for a buffer.
         failed: Told of a generation that could not be stored, and why.
         began: Told of every job when its turn has come.
@@ -76,13 +78,14 @@ class Pipeline:
         *,
         attempt: int,
         verify: bool,
+        reject_nonfinite: bool,
         timeout_s: float,
         failed: Callable[[Generation, str], None],
         began: Callable[[Generation, Layout], None],
     ) -> None:
         self._store, self._replace_store, self._room = store, replace_store, room
         self._attempt, self._timeout_s, self._failed, self._began = attempt, timeout_s, failed, began
-        self._verify = verify
+        self._verify, self._reject_nonfinite = verify, reject_nonfinite
         self._writer = writer_identity()
         self._mappings: dict[str, Mapping] = {}
         self._changed = threading.Condition()
@@ -237,6 +240,9 @@ class Pipeline:
             blobs = write_blobs(buffer, layout, job.data.blobs, offsets, copy)
             faults.reach("commit", job.generation.step)
             values, data = job.captured.values, job.data.encoded
+            if self._reject_nonfinite:
+                # Before the commit: what is complete can be restored.
+                check_finite(layout, buffer, values)
             index = Index(job.generation, layout, digests, values, data, _numbers(job), blobs)
             ref = self._store.commit.remote(self._attempt, grant.slot, index.to_bytes())
             ray.get(ref, timeout=self._timeout_s + GRACE_S)

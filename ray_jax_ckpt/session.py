@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import time
@@ -28,6 +29,7 @@ from ray_jax_ckpt.errors import (
 )
 from ray_jax_ckpt.memory.messages import Decision
 from ray_jax_ckpt.memory.system import available_bytes
+from ray_jax_ckpt.memory.tls import Tls, load_tls
 from ray_jax_ckpt.model import attendance
 from ray_jax_ckpt.model.attendance import Began
 from ray_jax_ckpt.model.index import Layout
@@ -64,6 +66,7 @@ class Session:
             self._room,
             attempt=decision.attempt,
             verify=wiring.config.verify,
+            reject_nonfinite=wiring.config.reject_nonfinite,
             timeout_s=wiring.config.timeout_s,
             failed=self._abandon,
             began=self._tell,
@@ -78,6 +81,12 @@ class Session:
     def node_id(self) -> str:
         """Ray's id of this worker's node."""
         return self.decision.members[self.rank].node_id
+
+    @functools.cached_property
+    def tls(self) -> Tls | None:
+        """Certificates for reading from other nodes. Raises ConfigError if those that were set cannot work here."""
+        config = self.config.tls
+        return load_tls(config, self.decision.members[self.rank].node_ip) if config is not None else None
 
     # Snapshots.
 
@@ -196,6 +205,9 @@ class Session:
 
         Asked at the first snapshot: earlier it would start JAX before the user set it up.
         """
+        if self.tls is not None:
+            # Said here if it cannot work, where the user sees it; a store could say it to its log only.
+            logger.info("Snapshots travel with TLS.")
         domains, ranks = tuple(member.domain for member in self.decision.members), {}
         if jax.process_count() > 1:
             arguments = (self.decision.attempt, self.rank, jax.process_index(), timeout_s)

@@ -267,6 +267,7 @@ def _read(
         seat=session.rank,
         streams=session.config.streams,
         suspect=suspect,
+        tls=session.tls,
     ) as reader:
         state = assembler.restore(template, shardings, options, reader.fetch)
         source = "memory:peer" if reader.used_peers else "memory:local"

@@ -161,7 +161,7 @@ class Arena:
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._used: dict[str, Segment] = {}
         self._free: dict[str, Segment] = {}
@@ -219,7 +219,7 @@ class Arena:
         capacity = capacity_of(nbytes)
         with self._lock:
             self._check_open()
-            allowed = limit if self._max_bytes is None else min(limit, self._max_bytes)
+            allowed = limit if self.max_bytes is None else min(limit, self.max_bytes)
             if any(_fits(s, capacity) for s in self._free.values()) or self._held() + capacity > allowed:
                 return
             self._reserved_bytes += capacity
@@ -281,14 +281,14 @@ class Arena:
 
     def _make_room(self, capacity: int) -> list[Segment]:
         """Takes free segments, largest first, off the books until `capacity` more bytes are within the limit."""
-        if self._max_bytes is None:
+        if self.max_bytes is None:
             return []
-        excess = self._held() + capacity - self._max_bytes
+        excess = self._held() + capacity - self.max_bytes
         free_bytes = sum(segment.nbytes for segment in self._free.values())
         if excess > free_bytes:
             raise MemoryLimitError(
                 f"needs {capacity} bytes for a snapshot, but {self._held() - free_bytes} of the limit of "
-                f"{self._max_bytes} bytes are in use: raise SnapshotConfig.max_bytes, or lower SnapshotConfig.copies"
+                f"{self.max_bytes} bytes are in use: raise SnapshotConfig.max_bytes, or lower SnapshotConfig.copies"
             )
         dropped: list[Segment] = []
         for segment in sorted(self._free.values(), key=lambda s: s.nbytes, reverse=True):

@@ -131,7 +131,7 @@ class Coordinator:
         """
         await self.open()
         ledger = self._ledger
-        async with self._deciding:
+        async with self._deciding, ledger.keeping():
             ledger.members = members
             while True:
                 attempt = ledger.books.attempt + 1

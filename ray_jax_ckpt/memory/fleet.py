@@ -11,7 +11,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_jax_ckpt.memory.messages import Member
+from ray_jax_ckpt.memory.messages import Member, StoreSettings
 from ray_jax_ckpt.memory.store import ReplicaStore, StoreOptions
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,13 @@ def living_stores(run: str) -> dict[str, ActorHandle]:
 
 
 def create_store(
-    run: str, member: Member, secret: str, attempt: int, orphan_timeout_s: float, timeout_s: float
+    run: str,
+    member: Member,
+    secret: str,
+    attempt: int,
+    orphan_timeout_s: float,
+    timeout_s: float,
+    settings: StoreSettings,
 ) -> ActorHandle:
     """Starts (or finds) the store of a member. Returns at once: calls queue until it is up.
 
@@ -66,6 +72,7 @@ def create_store(
         attempt=attempt,
         orphan_timeout_s=orphan_timeout_s,
         timeout_s=timeout_s,
+        settings=settings,
     )
     actor: Any = ray.remote(ReplicaStore).options(
         name=options.name,

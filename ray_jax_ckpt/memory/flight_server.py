@@ -17,6 +17,7 @@ from ray_jax_ckpt.errors import StoreError
 from ray_jax_ckpt.memory import wire
 from ray_jax_ckpt.memory.digest import digest
 from ray_jax_ckpt.memory.stream import SCHEMA, fill, pack, to_batch
+from ray_jax_ckpt.memory.tls import Tls
 from ray_jax_ckpt.memory.wire import PushHeader
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.observe import faults
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 5.0
 _LOG_EVERY_S = 60.0
 _MAX_INTRUDERS = 1024
+_STREAMS = (fl.FlightMethod.DO_EXCHANGE, fl.FlightMethod.DO_PUT)
+_REFUSED = "the run's secret is missing or wrong"
 
 
 class Provider(Protocol):
@@ -58,11 +61,12 @@ class FlightServer:
         secret: The run's secret. Who lacks it is refused, and logged at most once a minute per address.
         provider: Where bytes come from and go to.
         host: The IP address to listen on: the node's, as its peers reach it.
+        tls: Certificates; None to serve unencrypted.
     """
 
-    def __init__(self, secret: str, provider: Provider, host: str) -> None:
+    def __init__(self, secret: str, provider: Provider, host: str, tls: Tls | None = None) -> None:
         name = f"[{host}]" if ":" in host else host
-        self._server = _Server(secret, provider, name)
+        self._server = _Server(secret, provider, name, tls)
         self.address: str = self._server.address
 
     def close(self) -> None:
@@ -80,17 +84,25 @@ class _Auth(fl.ServerMiddleware):
 
 
 class _AuthFactory(fl.ServerMiddlewareFactory):
-    """Checks every call's token. It only marks the call, since middleware cannot see the peer's address for the log."""
+    """Checks every call's token.
 
-    def __init__(self, token: str) -> None:
+    It marks most calls only, since middleware cannot see the peer's address for the log. Calls in which the caller
+    would go on talking end here: their handler, in a thread of its own, would wait for a word that may never come.
+    """
+
+    def __init__(self, token: str, intruders: _Intruders) -> None:
         super().__init__()
-        self.token = token
+        self.token, self._intruders = token, intruders
 
     def start_call(self, info: Any, headers: dict[str, list[str | bytes]]) -> _Auth:
         found = headers.get(wire.AUTH_HEADER, [])
         given = found[0] if len(found) == 1 else ""
         text = given.decode(errors="replace") if isinstance(given, bytes) else given
-        return _Auth(bool(self.token) and wire.same(self.token, text))
+        auth = _Auth(bool(self.token) and wire.same(self.token, text))
+        if not auth.ok and info.method in _STREAMS:
+            self._intruders.log("")
+            raise fl.FlightUnauthenticatedError(_REFUSED)
+        return auth
 
 
 class _Intruders:
@@ -101,7 +113,7 @@ class _Intruders:
         self._logged: dict[str, float] = {}
 
     def log(self, peer: str) -> None:
-        host = peer.rpartition(":")[0]
+        host = peer.rpartition(":")[0] or "an address that a stream does not tell"
         now = time.monotonic()
         with self._lock:
             if now - self._logged.get(host, -_LOG_EVERY_S) < _LOG_EVERY_S:
@@ -115,15 +127,16 @@ class _Intruders:
 class _Server(fl.FlightServerBase):
     """The Flight side of `FlightServer`."""
 
-    def __init__(self, secret: str, provider: Provider, host: str) -> None:
-        factory = _AuthFactory("")
-        super().__init__(f"grpc+tcp://{host}:0", middleware={"auth": factory})
-        self.address = f"grpc+tcp://{host}:{self.port}"
+    def __init__(self, secret: str, provider: Provider, host: str, tls: Tls | None) -> None:
+        self._intruders = _Intruders()
+        factory = _AuthFactory("", self._intruders)
+        scheme, options = (wire.TLS_SCHEME, tls.server_options()) if tls else (wire.PLAIN_SCHEME, {})
+        super().__init__(f"{scheme}://{host}:0", middleware={"auth": factory}, **options)
+        self.address = f"{scheme}://{host}:{self.port}"
         # Until here, while the port was unknown, no token was accepted.
         factory.token = wire.call_token(secret, self.address)
         self._secret = secret
         self._provider = provider
-        self._intruders = _Intruders()
 
     def do_get(self, context: fl.ServerCallContext, ticket: fl.Ticket) -> fl.GeneratorStream:
         self._admit(context)
@@ -168,7 +181,7 @@ class _Server(fl.FlightServerBase):
         if not (isinstance(auth, _Auth) and auth.ok):
             peer = context.peer()
             self._intruders.log(peer.decode(errors="replace") if isinstance(peer, bytes) else str(peer))
-            raise fl.FlightUnauthenticatedError("the run's secret is missing or wrong")
+            raise fl.FlightUnauthenticatedError(_REFUSED)
 
     def _refuse(self, context: fl.ServerCallContext) -> None:
         self._admit(context)

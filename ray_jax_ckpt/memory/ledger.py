@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -15,9 +16,11 @@ from ray.exceptions import ActorDiedError, RayError
 
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import RestoreError
+from ray_jax_ckpt.memory import damage
 from ray_jax_ckpt.memory.barrier import Bell
 from ray_jax_ckpt.memory.messages import Group, Inventory, Located, Member, assemble_view
-from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S, Roster
+from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S, Roster, store_settings
+from ray_jax_ckpt.memory.wire import is_encrypted
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model.books import Books, Held, Status
@@ -44,7 +47,7 @@ class Ledger:
     """
 
     def __init__(self, run: str, config: SnapshotConfig, record: Callable[..., None]) -> None:
-        self.books = Books(copies=config.copies)
+        self.books = Books(copies=config.copies, reject_differing=config.on_replica_mismatch == "reject")
         self.roster = Roster(run, config)
         self.members: tuple[Member, ...] = ()
         self.secret = ""
@@ -60,6 +63,9 @@ class Ledger:
         self._examining: set[tuple[str, Generation]] = set()
         self._lacking: tuple[Generation, float] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Nor is anything freed before a driver's first decision: it may only look, and what stores say they hold has
+        # not been verified for it. A coordinator that was killed in mid-attempt goes on as before.
+        self._keeping = not ray.get_runtime_context().was_current_actor_reconstructed
 
     # Work in the background.
 
@@ -103,6 +109,12 @@ class Ledger:
             logger.error("Store %s has another secret than this run and is left alone.", name)
             self.roster.forget(name)
             return
+        if is_encrypted(inventory.address) != (self._config.tls is not None):
+            # It was started with another setting, and nobody of this run can talk to it.
+            logger.warning("Store %s was started with another SnapshotConfig.tls; it ends, with what it holds.", name)
+            ray.kill(handle)
+            self.roster.forget(name)
+            return
         self.roster.know(handle, inventory)
         # The group's own view of a domain counts: the setting may have changed since the store was started.
         domain = next((m.domain for m in self.members if self.roster.name(m) == name), inventory.domain)
@@ -116,11 +128,29 @@ class Ledger:
         if report.store not in self.books.domains:
             self._early.setdefault(report.incarnation, []).append(report)
         else:
-            known = self.books.abandoned
-            self.books = books_.held(self.books, report)
-            for generation in self.books.abandoned.keys() - known.keys():
-                logger.warning("Step %d cannot be restored: %s.", generation.step, self.books.abandoned[generation])
+            if self._note(report):
+                self.spawn(self.repair(report.generation))
             await self.notify()
+
+    def _note(self, report: Held) -> bool:
+        """Takes a report into the books. Whether it has shown copies to be bad, for which `repair` is to be called."""
+        before, generation = self.books, report.generation
+        self.books = books_.held(before, report)
+        for gone in self.books.abandoned.keys() - before.abandoned.keys():
+            logger.warning("Step %d cannot be restored: %s.", gone.step, self.books.abandoned[gone])
+            self._record("abandoned", step=gone.step, reason=self.books.abandoned[gone])
+        news = damage.news(before, self.books, generation)
+        damage.say_damaged(generation, news.damaged, self._record)
+        return bool(news)
+
+    async def repair(self, generation: Generation) -> None:
+        """Has bad copies of a generation replaced by good ones, where there are any."""
+        entry = self.books.entries.get(generation)
+        if entry is not None and (differing := entry.differing()):
+            living = {name: self.roster.handles[name] for name in self.books.domains if name in self.roster.handles}
+            for report in await damage.drop_differing(self.roster, living, generation, differing, self._record):
+                self._note(report)
+        self._copy(pushes.repairs_due(self.books, generation))
 
     def lose(self, name: str, *, dead: bool) -> None:
         """A store is dead, or does not answer and is left out."""
@@ -193,14 +223,16 @@ class Ledger:
             if attempt != self.books.attempt:
                 return
             ranks = {self.roster.name(member): member.rank for member in self.members}
-            group = Group(attempt, {ranks[name]: inventory.address for name, inventory in answers.items()})
+            addresses = {ranks[name]: inventory.address for name, inventory in answers.items()}
+            group = Group(attempt, addresses, store_settings(self._config))
             handles = {name: self.roster.handles[name] for name in answers if name in self.roster.handles}
             others = {name: handle for name, handle in self.roster.handles.items() if name not in ranks}
             for handle in others.values():
                 handle.leave_group.remote(attempt)
             await self.roster.ask(lambda store: store.join_group.remote(group), handles)
         newest = self.books.newest()
-        if replaced or (newest is not None and newest.attempt < attempt):
+        if newest is not None and (replaced or newest.attempt < attempt):
+            await self.repair(newest)
             self.restore_copies()
         await self.notify()
 
@@ -274,19 +306,35 @@ class Ledger:
             self._lacking = (newest, time.monotonic())
         elif time.monotonic() - self._lacking[1] > self._config.timeout_s:
             self._lacking = None
+            self.spawn(self.repair(newest))
             self.restore_copies()
 
     def restore_copies(self) -> None:
         """Has the newest complete generation copied to as many domains as there should be."""
-        for copies in pushes.copies_due(self.books):
+        self._copy(pushes.copies_due(self.books))
+
+    def _copy(self, due: Iterable[pushes.Copies]) -> None:
+        for copies in due:
             handle, address = self.roster.handles.get(copies.source), self.roster.addresses.get(copies.target)
             if handle is not None and address is not None:
                 handle.push.remote(copies.generation, copies.parts, copies.target, address)
+
+    @contextlib.asynccontextmanager
+    async def keeping(self) -> AsyncIterator[None]:
+        """Nothing is freed meanwhile: what is newer may turn out to be damaged when it is verified."""
+        self._keeping = True
+        try:
+            yield
+        finally:
+            self._keeping = False
+            await self.notify()
 
     def _settle(self) -> None:
         """Tells the stores which generations are free, and ends stores that nobody needs any more."""
         self._settling = None
         self.changed.ring()
+        if self._keeping:
+            return
         free = self.books.releasable()
         if free:
             faults.reach("free", max(free).step)
@@ -301,18 +349,23 @@ class Ledger:
 
     # Generations.
 
-    async def verify(self, generation: Generation, handles: Mapping[str, ActorHandle]) -> None:
-        """Has stores digest what they hold of a generation again; they drop what is bad, and it is struck out here."""
-        good = await self.roster.ask(
+    async def verify(self, generation: Generation, handles: Mapping[str, ActorHandle]) -> bool:
+        """Has stores digest what they hold of a generation again; they drop what is bad, and it is struck out here.
+
+        Returns:
+            Whether something was.
+        """
+        answers = await self.roster.ask(
             lambda store: store.verify.remote(generation), handles, timeout_s=self._config.timeout_s
         )
-        entry = self.books.entries.get(generation)
-        for name in handles if entry is not None else ():
-            booked = {part for part, stores in entry.holders.items() if name in stores} if entry else set()
-            bad = booked - good.get(name, frozenset())
-            if bad:
-                logger.warning("Store %s: parts %s of step %d are damaged.", name, sorted(bad), generation.step)
-                self.books = books_.dropped(self.books, name, generation, bad)
+        found = False
+        for name in handles:
+            report = answers.get(name)
+            if report is not None and name in self.books.domains:
+                found |= self._note(report)
+            elif (entry := self.books.entries.get(generation)) is not None:
+                self.books = books_.dropped(self.books, name, generation, entry.expected())
+        return found
 
     async def examine(self, name: str, generation: Generation) -> None:
         """Has one store verify a generation, and makes copies of what it lost. One that does not answer lost all."""
@@ -336,10 +389,11 @@ class Ledger:
         if lease is not None:
             leased = await self.roster.ask(lambda store: store.lease.remote(lease), handles)
             handles = {name: handles[name] for name in leased}
-            if self._config.verify:
-                await self.verify(generation, handles)
+            if self._config.verify and await self.verify(generation, handles):
+                self.spawn(self.repair(generation))
         answers = await self.roster.ask(lambda store: store.view.remote(generation), handles)
-        return assemble_view(generation, answers.values())
+        entry = self.books.entries.get(generation)
+        return assemble_view(generation, answers.values(), {} if entry is None else entry.differing())
 
     async def choose(self, attempt: int) -> Located | None:
         """Walks back, newest first, to a generation whose every part some store holds intact.

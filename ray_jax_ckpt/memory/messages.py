@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ray.actor import ActorHandle
 
+from ray_jax_ckpt.config import TlsConfig
 from ray_jax_ckpt.memory.arena import SegmentHandle
 from ray_jax_ckpt.model.books import Held
 from ray_jax_ckpt.model.shards import Generation
@@ -116,16 +117,35 @@ class Grant:
 
 
 @dataclass(frozen=True)
+class StoreSettings:
+    """What a store does as its run's current driver wants it.
+
+    Attributes:
+        verify: Whether it takes only what is digested. See `SnapshotConfig`.
+        scrub_interval_s: Seconds between two background checks of what it holds; None for none.
+        max_bytes: Upper limit of its memory; None for what the node has.
+        tls: Certificates of its port. They count when it starts.
+    """
+
+    verify: bool = True
+    scrub_interval_s: float | None = None
+    max_bytes: int | None = None
+    tls: TlsConfig | None = None
+
+
+@dataclass(frozen=True)
 class Group:
     """What a store is told of the worker group that it serves.
 
     Attributes:
         attempt: The group's.
         addresses: Flight address of each rank's store.
+        settings: How it works from now on.
     """
 
     attempt: int
     addresses: Mapping[int, str]
+    settings: StoreSettings = field(default_factory=StoreSettings)
 
 
 @dataclass(frozen=True)
@@ -166,8 +186,18 @@ class Inventory:
     held: tuple[Held, ...]
 
 
-def assemble_view(generation: Generation, answers: Iterable[tuple[StoreView, Sequence[RankIndex]]]) -> Located | None:
-    """What stores say of a generation, put together; None if an index or a part is missing."""
+def assemble_view(
+    generation: Generation,
+    answers: Iterable[tuple[StoreView, Sequence[RankIndex]]],
+    excluded: Mapping[str, frozenset[str]],
+) -> Located | None:
+    """What stores say of a generation, put together; None if an index or a part is missing.
+
+    Args:
+        generation: Which.
+        answers: What the stores say.
+        excluded: Stores, by part, whose copies of it are not to be read.
+    """
     indices: dict[int, RankIndex] = {}
     stores: dict[str, StoreView] = {}
     for view, found in answers:
@@ -175,7 +205,10 @@ def assemble_view(generation: Generation, answers: Iterable[tuple[StoreView, Seq
         if view.places:
             stores[view.name] = view
     expected = {part for index in indices.values() for part in index.parts}
-    holders = {part: tuple(sorted(n for n, view in stores.items() if part in view.places)) for part in expected}
+    holders = {
+        part: tuple(sorted(n for n, v in stores.items() if part in v.places and n not in excluded.get(part, ())))
+        for part in expected
+    }
     world_size = max((index.world_size for index in indices.values()), default=0)
     if not world_size or indices.keys() != set(range(world_size)) or not all(holders.values()):
         return None

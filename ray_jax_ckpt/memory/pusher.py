@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
-from ray_jax_ckpt.errors import SnapshotLostError, StaleAttemptError
+from ray_jax_ckpt.errors import AlreadyHeldError, SnapshotLostError, StaleAttemptError
 from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model.pushes import PushJob, Queue
 from ray_jax_ckpt.model.shards import Generation
@@ -65,7 +65,7 @@ class Pusher:
                     return
             try:
                 return self._send(job)
-            except (StaleAttemptError, SnapshotLostError) as error:
+            except (StaleAttemptError, SnapshotLostError, AlreadyHeldError) as error:
                 logger.debug("Push of generation %s dropped: %s", job.generation, error)
                 return
             except Exception as error:

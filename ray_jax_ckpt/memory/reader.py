@@ -20,6 +20,7 @@ from ray_jax_ckpt.errors import (
 from ray_jax_ckpt.memory import arena
 from ray_jax_ckpt.memory.batch import BatchMemory
 from ray_jax_ckpt.memory.messages import Located
+from ray_jax_ckpt.memory.tls import Tls
 from ray_jax_ckpt.memory.transfer import FlightClients, Range, streams_for
 from ray_jax_ckpt.model.recovery import NotHeldError, Read, Span, Want, assign, merge, plan_reads
 from ray_jax_ckpt.model.shards import Box, extent, volume, within
@@ -77,6 +78,7 @@ class Reader:
         seat: The reader's number among those that read at the same time, so that they do not all ask the same holder.
         streams: Most connections for one transfer.
         suspect: Is told the first failure of each holder.
+        tls: Certificates for transfers.
     """
 
     def __init__(
@@ -90,11 +92,12 @@ class Reader:
         seat: int = 0,
         streams: int = 1,
         suspect: Callable[[str, str], None] = lambda holder, said: None,
+        tls: Tls | None = None,
     ) -> None:
         self._located, self._verify, self._timeout_s = located, verify, timeout_s
         self._seat, self._streams, self._suspect = seat, streams, suspect
         self._near = {name for name, view in located.stores.items() if view.node_id == node_id}
-        self._clients = FlightClients(secret)
+        self._clients = FlightClients(secret, tls)
         self._mappings: dict[str, arena.Mapping] = {}
         self._failures, self._memory = Failures(), BatchMemory()
         self.fetched: dict[str, int] = defaultdict(int)

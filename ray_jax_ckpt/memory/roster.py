@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, RayError
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import CheckpointError
 from ray_jax_ckpt.memory import fleet
-from ray_jax_ckpt.memory.messages import Inventory, Member
+from ray_jax_ckpt.memory.messages import Inventory, Member, StoreSettings
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,12 @@ START_TIMEOUT_S = 60.0
 PROMPT_S = 1.0
 
 Question = Callable[[ActorHandle], Any]
+
+
+def store_settings(config: SnapshotConfig) -> StoreSettings:
+    """What of the user's settings is for the stores."""
+    scrub_interval_s = config.scrub_interval_s if config.verify else None
+    return StoreSettings(config.verify, scrub_interval_s, config.max_bytes, config.tls)
 
 
 class Roster:
@@ -46,8 +52,8 @@ class Roster:
         """A member's store, started if there is none; it refuses what is of attempts before `attempt`."""
         name = self.name(member)
         if name not in self.handles:
-            bounds = (self._config.orphan_timeout_s, self._config.timeout_s)
-            self.handles[name] = fleet.create_store(self._run, member, secret, attempt, *bounds)
+            settings = (self._config.orphan_timeout_s, self._config.timeout_s, store_settings(self._config))
+            self.handles[name] = fleet.create_store(self._run, member, secret, attempt, *settings)
         return self.handles[name]
 
     def know(self, handle: ActorHandle, inventory: Inventory) -> None:

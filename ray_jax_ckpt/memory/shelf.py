@@ -41,12 +41,13 @@ class Shelf:
         name: The store's.
         per_source: Buffers that each source may use.
         attempt: Writes of attempts before this one are refused.
+        max_bytes: Upper limit of its memory.
     """
 
-    def __init__(self, name: str, *, per_source: int, attempt: int) -> None:
+    def __init__(self, name: str, *, per_source: int, attempt: int, max_bytes: int | None = None) -> None:
         self.slots = Slots(name, per_source=per_source, attempt=attempt)
         self.changed = threading.Condition()
-        self._arena = Arena()
+        self._arena = Arena(max_bytes)
         self._segments: dict[int, Segment] = {}
         self._contents: dict[int, Content] = {}
         self._sizes: dict[str, int] = {}
@@ -60,6 +61,10 @@ class Shelf:
     def num_bytes(self) -> int:
         """Memory of all buffers, free ones included."""
         return self._arena.nbytes_held
+
+    def limit(self, max_bytes: int | None) -> None:
+        """Sets another limit for buffers that are made from now on."""
+        self._arena.max_bytes = max_bytes
 
     def update(self, transition: Callable[[Slots], Slots]) -> None:
         """Performs a transition, and frees the memory of slots that are gone by it. Raises what it raises."""
@@ -248,19 +253,68 @@ class Shelf:
             if not contents:
                 return None
             indices = [index for content in contents for index in content.indices]
-            announced = frozenset(part.id for index in indices for part in index.layout.parts)
             parts = frozenset(part for content in contents for part in content.places)
+            damaged = frozenset(part for content in contents for part in content.holes) - parts
+            digests = {part: text for content in contents for part, text in content.digests().items()}
+            claims: dict[str, tuple[int, str]] = {}
+            for content in contents:
+                claims = {**claims, **{p: min(c, claims.get(p, c)) for p, c in content.claims.items()}}
         layout = indices[0].layout
-        return Held(self.slots.name, generation, layout.world_size, parts, announced, layout.structure, incarnation)
+        return Held(
+            store=self.slots.name,
+            generation=generation,
+            world_size=layout.world_size,
+            parts=parts,
+            announced=frozenset(part.id for index in indices for part in index.layout.parts),
+            structure=layout.structure,
+            incarnation=incarnation,
+            damaged=damaged,
+            digests=digests,
+            claims=claims,
+        )
+
+    # Damage.
+
+    def everything(self) -> list[tuple[Generation, Content, Segment]]:
+        """All that can be read, slot by slot."""
+        with self.changed:
+            generations = sorted({self.slots.used[key].generation for key in self._contents})
+            return [(one, content, segment) for one in generations for content, segment in self.held(one)]
+
+    def has(self, content: Content) -> bool:
+        """Whether this is still what some buffer holds."""
+        with self.changed:
+            return any(content is one for one in self._contents.values())
 
     def verify(self, generation: Generation) -> frozenset[str]:
-        """Digests everything held of a generation again, drops what is bad, and returns the good parts."""
-        good: set[str] = set()
+        """Digests everything held of a generation again, and drops what is bad. Returns that."""
+        bad: set[str] = set()
         for content, segment in self.held(generation):
-            buffer = segment.view()
-            bad = {part for part in list(content.places) if not content.intact(part, buffer)}
-            with self.changed:
-                good |= content.places.keys() - bad
-                for part in bad:
-                    content.places.pop(part, None)
-        return frozenset(good)
+            bad |= self.drop_bad(content, [p for p in list(content.places) if not content.intact(p, segment.view())])
+        return frozenset(bad)
+
+    def drop_bad(self, content: Content, parts: Iterable[str]) -> frozenset[str]:
+        """Drops parts that were found bad, and returns those that really were.
+
+        What was freed while it was looked at is other bytes by now, and no damage.
+        """
+        with self.changed:
+            if not self.has(content):
+                return frozenset()
+            bad = frozenset(parts) & content.places.keys()
+            content.drop(bad)
+            return bad
+
+    def drop(self, generation: Generation, parts: Iterable[str]) -> None:
+        """Somebody else found these bad."""
+        gone = set(parts)
+        for content, _ in self.held(generation):
+            self.drop_bad(content, gone)
+
+    def hole(self, generation: Generation, part: str) -> tuple[Content, np.ndarray] | None:
+        """Where a good copy of a dropped part may be written, if there is such a place."""
+        for content, segment in self.held(generation):
+            if part in content.holes:
+                offset, size = content.holes[part]
+                return content, segment.view()[offset : offset + size]
+        return None

@@ -9,18 +9,21 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from ray.actor import ActorHandle
 
-from ray_jax_ckpt.errors import SnapshotLostError, StoreError
+from ray_jax_ckpt.errors import IntegrityError, SnapshotLostError, StoreError
 from ray_jax_ckpt.memory.content import Content, push_message
-from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, Probe, RankIndex, StoreView
+from ray_jax_ckpt.memory.intake import Intake
+from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, Probe, RankIndex, StoreSettings, StoreView
 from ray_jax_ckpt.memory.pusher import Pusher
 from ray_jax_ckpt.memory.scratch import sweep_scratch
+from ray_jax_ckpt.memory.scrub import Scrub
 from ray_jax_ckpt.memory.shelf import Shelf
 from ray_jax_ckpt.memory.system import process_alive, process_start_time
+from ray_jax_ckpt.memory.tls import load_tls
 from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader
 from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model import slots as slots_
@@ -53,6 +56,7 @@ class StoreOptions:
         attempt: It refuses what is of attempts before this one.
         orphan_timeout_s: It ends itself so long after the last heartbeat.
         timeout_s: Bound of its own waits.
+        settings: How it works until a group comes with others.
     """
 
     name: str
@@ -63,6 +67,7 @@ class StoreOptions:
     attempt: int
     orphan_timeout_s: float
     timeout_s: float
+    settings: StoreSettings = field(default_factory=StoreSettings)
 
 
 class ReplicaStore:
@@ -75,18 +80,23 @@ class ReplicaStore:
 
     def __init__(self, options: StoreOptions, secret: str) -> None:
         self._options, self._secret = options, secret
-        self._shelf = Shelf(options.name, per_source=options.slots, attempt=options.attempt)
+        limits = {"per_source": options.slots, "max_bytes": options.settings.max_bytes}
+        self._shelf = Shelf(options.name, attempt=options.attempt, **limits)
         self._incarnation = uuid.uuid4().hex
         self._pushes = itertools.count()
-        self._receiving: dict[tuple[str, str, int], int] = {}
+        self._intake = Intake(self._shelf, timeout_s=options.timeout_s)
+        self._settings = options.settings
         self._coordinator: ActorHandle | None = None
         self._group: Group | None = None
         self._last_heartbeat = self._last_word = time.monotonic()
         self._pusher = Pusher(self._send)
-        self._clients = FlightClients(secret)
-        self._server = FlightServer(secret, self, options.node_ip)
+        tls = load_tls(options.settings.tls, options.node_ip) if options.settings.tls else None
+        self._clients = FlightClients(secret, tls)
+        self._server = FlightServer(secret, self, options.node_ip, tls)
         self._raylet = os.getppid()
         self._dead_writers: set[str] = set()
+        self._scrub = Scrub(self._shelf, self._tell)
+        self._scrub.every(options.settings.scrub_interval_s)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     # Who it is.
@@ -135,7 +145,9 @@ class ReplicaStore:
         """Whom to push to in the group's attempt. Raises StaleAttemptError if a newer one has started."""
         with self._shelf.changed:
             slots_.check_attempt(self._shelf.slots, group.attempt)
-            self._group = group
+            self._group, self._settings = group, group.settings
+            self._shelf.limit(group.settings.max_bytes)
+            self._scrub.every(group.settings.scrub_interval_s)
             faults.identify(self._rank())
             self._shelf.forget_sizes()
             self._shelf.update(lambda slots: slots_.fence(slots, group.attempt))
@@ -169,10 +181,11 @@ class ReplicaStore:
         Raises:
             StaleAttemptError: A newer attempt has started.
             StoreError: The slot is not this attempt's.
+            ValueError: The index is none, or lacks digests.
         """
         with self._shelf.changed:
             slots_.commit(self._shelf.slots, slot, attempt)
-        content = Content.own(raw_index)
+        content = Content.own(raw_index, verify=self._settings.verify)
         self._shelf.commit(slot, attempt, content)
         index = content.indices[0]
         faults.reach("committed", index.generation.step)
@@ -188,31 +201,16 @@ class ReplicaStore:
 
     def begin_receive(self, header: PushHeader) -> np.ndarray:
         """A buffer for what a peer pushes; waits for one, bounded. See `transfer.Provider`."""
-        source, generation = header.source, Generation.parse(header.generation)
-        slot = self._shelf.await_slot(header.attempt, generation, source, "", self._options.timeout_s)
-        segment = self._shelf.allocate(slot, header.total_bytes, source)
-        with self._shelf.changed:
-            # The attempt belongs to the key: one that was fenced may still be under way beside the next one's.
-            self._receiving[source, header.generation, header.attempt] = slot
-        return segment.view()[: header.total_bytes]
+        return self._intake.begin(header, verify=self._settings.verify)
 
     def end_receive(self, header: PushHeader, ok: bool) -> None:
         """The push is over: verified, or failed."""
-        with self._shelf.changed:
-            slot = self._receiving.pop((header.source, header.generation, header.attempt))
-            if not ok:
-                self._shelf.update(lambda slots: slots_.cancel(slots, slot))
-                return
-            try:
-                self._shelf.commit(slot, header.attempt, Content.received(header))
-            except (ValueError, StoreError):
-                self._shelf.update(lambda slots: slots_.cancel(slots, slot))
-                raise
-        generation = Generation.parse(header.generation)
-        faults.reach("received", generation.step)
-        self._tell(generation)
-        if _AGAIN not in header.source:
-            self._shelf.prepare(header.source)
+        if self._intake.end(header, ok=ok):
+            generation = Generation.parse(header.generation)
+            faults.reach("received", generation.step)
+            self._tell(generation)
+            if _AGAIN not in header.source:
+                self._shelf.prepare(header.source)
 
     # Reading.
 
@@ -228,10 +226,18 @@ class ReplicaStore:
         places, indices = self._shelf.view(generation)
         return StoreView(self._options.name, self._options.node_id, self._server.address, places), indices
 
-    def verify(self, generation: Generation) -> frozenset[str]:
-        """Digests everything held of a generation again, drops what is bad, and returns the good parts."""
+    def verify(self, generation: Generation) -> Held | None:
+        """Digests everything held of a generation again, drops what is bad, and says what there is then."""
         faults.reach("verify", generation.step)
-        return self._shelf.verify(generation)
+        bad = self._shelf.verify(generation)
+        if bad:
+            logger.warning("Parts %s of step %d are damaged here.", sorted(bad), generation.step)
+        return self._shelf.report(generation, self._incarnation)
+
+    def drop(self, generation: Generation, parts: frozenset[str]) -> Held | None:
+        """Somebody else knows that these parts are bad. Says what there is then."""
+        self._shelf.drop(generation, parts)
+        return self._shelf.report(generation, self._incarnation)
 
     def lease(self, hold: Lease) -> None:
         """Keeps a generation readable. Raises StaleAttemptError or StoreError (nothing held)."""
@@ -285,6 +291,11 @@ class ReplicaStore:
             faults.reach("push", job.generation.step)
             header, buffers = self._materialize(job)
             self._clients.push(address, header, buffers, timeout_s=self._options.timeout_s)
+        except IntegrityError:
+            # The network, or this copy: if it is bad, others are to be asked.
+            if self._settings.verify and self._shelf.verify(job.generation):
+                self._tell(job.generation)
+            raise
         finally:
             self.unlease(hold.id)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +32,7 @@ from ray_jax_ckpt.memory import wire
 from ray_jax_ckpt.memory.digest import as_bytes
 from ray_jax_ckpt.memory.flight_server import FlightServer, Provider
 from ray_jax_ckpt.memory.stream import SCHEMA, Guard, cut, scatter, to_batch
+from ray_jax_ckpt.memory.tls import Tls
 from ray_jax_ckpt.memory.wire import PartSpan, PushHeader
 from ray_jax_ckpt.observe import faults
 
@@ -86,10 +87,11 @@ class FlightClients:
 
     Args:
         secret: The run's secret.
+        tls: Certificates. With them only stores that have some too are called, without them only those that have none.
     """
 
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
+    def __init__(self, secret: str, tls: Tls | None = None) -> None:
+        self._secret, self._tls = secret, tls
         self._lock = threading.Lock()
         self._clients: dict[tuple[str, int], fl.FlightClient] = {}
 
@@ -166,9 +168,16 @@ class FlightClients:
         with self._lock:
             client = self._clients.get((address, stream))
             if client is None:
-                client = fl.FlightClient(address, generic_options=_CLIENT_OPTIONS)
+                client = fl.FlightClient(address, generic_options=_CLIENT_OPTIONS, **self._options(address))
                 self._clients[address, stream] = client
             return client
+
+    def _options(self, address: str) -> dict[str, Any]:
+        encrypted = wire.is_encrypted(address)
+        if encrypted != (self._tls is not None):
+            ours, theirs = ("without TLS", "with") if encrypted else ("with TLS", "without")
+            raise StoreError(f"this process is {ours}, the store {theirs}: SnapshotConfig.tls must be the same for all")
+        return self._tls.client_options() if self._tls is not None else {}
 
     @contextlib.contextmanager
     def _reporting(self, call: _Call) -> Iterator[None]:
@@ -181,10 +190,16 @@ class FlightClients:
 
 
 def push(
-    address: str, secret: str, header: PushHeader, chunks: Iterable[memoryview | np.ndarray], timeout_s: float
+    address: str,
+    secret: str,
+    header: PushHeader,
+    chunks: Iterable[memoryview | np.ndarray],
+    timeout_s: float,
+    *,
+    tls: Tls | None = None,
 ) -> PushResult:
     """`FlightClients.push` over a connection of its own."""
-    return FlightClients(secret).push(address, header, chunks, timeout_s=timeout_s)
+    return FlightClients(secret, tls).push(address, header, chunks, timeout_s=timeout_s)
 
 
 def fetch(
@@ -195,9 +210,10 @@ def fetch(
     *,
     verify: bool = True,
     streams: int = 1,
+    tls: Tls | None = None,
 ) -> None:
     """`FlightClients.fetch` over connections of its own."""
-    FlightClients(secret).fetch(address, ranges, timeout_s=timeout_s, verify=verify, streams=streams)
+    FlightClients(secret, tls).fetch(address, ranges, timeout_s=timeout_s, verify=verify, streams=streams)
 
 
 class _Call:

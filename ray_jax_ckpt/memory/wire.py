@@ -19,6 +19,7 @@ from ray_jax_ckpt import errors
 _Size = Annotated[int, Field(ge=0, lt=2**62)]
 _Name = Annotated[str, Field(max_length=1024)]
 AUTH_HEADER = "authorization"
+PLAIN_SCHEME, TLS_SCHEME = "grpc+tcp", "grpc+tls"
 
 _MAX_RANGES = 1_000_000
 _MAX_ERROR_CHARS = 2000  # gRPC drops calls with trailers above 8 KiB
@@ -120,6 +121,11 @@ def call_token(secret: str, address: str) -> str:
     It depends on the address, so that whoever took over a dead store's port learns nothing that another store accepts.
     """
     return _mac(secret, f"call {address}")
+
+
+def is_encrypted(address: str) -> bool:
+    """Whether a store's address says that it speaks TLS."""
+    return address.startswith(f"{TLS_SCHEME}://")
 
 
 def server_proof(secret: str, address: str, nonce: str) -> str:

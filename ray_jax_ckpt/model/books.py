@@ -7,7 +7,7 @@ coordinator that lost its memory rebuilds these books by asking them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -368,13 +368,12 @@ def _told(entry: Entry, report: Held) -> Entry:
     return entry.repairable(dict.fromkeys(report.damaged, (report.store,)))
 
 
-def dropped(books: Books, store: str, generation: Generation, parts: Collection[str]) -> Books:
-    """A store found that its copies of these parts are bad; it would take good ones."""
+def dropped(books: Books, store: str, generation: Generation, parts: Iterable[str]) -> Books:
+    """A store does not say any more that its copies of these parts are good."""
     entry = books.entries.get(generation)
     if entry is None:
         return books
-    entry = entry.without(store, parts).repairable(dict.fromkeys(parts, (store,)))
-    return replace(books, entries={**books.entries, generation: entry})
+    return replace(books, entries={**books.entries, generation: entry.without(store, parts)})
 
 
 def abandoned(books: Books, generation: Generation, reason: str) -> Books:

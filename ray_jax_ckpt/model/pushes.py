@@ -123,9 +123,23 @@ def copies_due(books: Books) -> list[Copies]:
     newest = lacking(books)
     if newest is None:
         return []
-    jobs: dict[tuple[str, str], list[str]] = {}
-    for part, source, target in choose_push(
-        books.undercovered(newest), books.lasting(), books.receivers(), books.wanted()
-    ):
-        jobs.setdefault((source, target), []).append(part)
-    return [Copies(newest, source, target, tuple(parts)) for (source, target), parts in jobs.items()]
+    return _copies(books, newest, books.undercovered(newest))
+
+
+def repairs_due(books: Books, generation: Generation) -> list[Copies]:
+    """What makes up for copies of a generation that were found bad. Only that: other copies may be on their way."""
+    entry = books.entries.get(generation)
+    if entry is None or generation in books.abandoned:
+        return []
+    lacking = books.undercovered(generation)
+    return _copies(books, generation, {part: stores for part, stores in lacking.items() if entry.damaged.get(part)})
+
+
+def _copies(books: Books, generation: Generation, parts: Mapping[str, frozenset[str]]) -> list[Copies]:
+    damaged = books.entries[generation].damaged
+    jobs: dict[tuple[str, str, str], list[str]] = {}
+    for part, source, target in choose_push(parts, books.lasting(), books.receivers(), books.wanted(), damaged):
+        # A bad copy is overwritten in its place, so its part travels alone.
+        alone = part if target in damaged.get(part, ()) else ""
+        jobs.setdefault((source, target, alone), []).append(part)
+    return [Copies(generation, source, target, tuple(ids)) for (source, target, _), ids in jobs.items()]

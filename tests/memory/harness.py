@@ -95,7 +95,8 @@ class StubGroup:
         with open_segment(grant.segment, writable=True) as mapping:
             digests = {part.id: [] for part in layout.parts}
             part = layout.parts[0]
-            digests[part.id].append(copy_and_digest(mapping.view()[part.offset :][: self.elements], content, True))
+            place = mapping.view()[part.offset :][: self.elements]
+            digests[part.id].append(copy_and_digest(place, content, self.config.verify))
         index = Index(self.generation(step), layout, digests, {}, {"rank": rank}, {"loss": float(step)})
         ray.get(self.store(rank).commit.remote(self.generation(step).attempt, grant.slot, index.to_bytes()), timeout=60)
 

@@ -102,8 +102,8 @@ def test_parts_without_digests_are_not_compared():
 
 
 def test_a_store_that_is_gone_has_nothing_to_repair():
-    books = books_.dropped(tell(group(), report("a", "right"), report("b", "wrong")), "b", G, ["h0"])
-    assert books.entries[G].damaged == {SHARED: frozenset("b"), "h0": frozenset("b")}
+    books = tell(group(), report("a", "right"), report("b", "wrong"))
+    assert books.entries[G].damaged == {SHARED: frozenset("b")}
     books = books_.store_lost(books, "b")
     assert not any(books.entries[G].damaged.values())
     assert not books.entries[G].differing()

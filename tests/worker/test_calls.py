@@ -642,3 +642,22 @@ def test_a_finished_run_leaves_no_stores(attempts, eventually):
     pid = ray.get(attempts.store().pid.remote())
     ray.get(attempts.coordinator.finish.remote(keep=False), timeout=30)
     eventually(lambda: not fleet.living_stores(attempts.run) and not psutil.pid_exists(pid))
+
+
+# --- states that must not be restored
+
+
+def test_a_state_with_nan_is_never_restored_and_the_last_good_one_stays(attempts):
+    attempts.begin(reject_nonfinite=True)
+    rjc.snapshot(1, {"w": jnp.ones(4)})
+    rjc.wait()
+    # More of them than there are buffers.
+    for step in (2, 3, 4, 5):
+        rjc.snapshot(step, {"w": jnp.array([1.0, jnp.nan])}, force=step == 3)
+        with pytest.raises(SnapshotError, match=r"NaN or infinity in \['w'\] on rank 0"):
+            rjc.wait()
+    assert rjc.latest() == 1
+    assert attempts.begin().decision.located.generation.step == 1
+    rjc.snapshot(6, {"w": jnp.ones(4)})
+    rjc.wait()
+    assert rjc.latest() == 6
