@@ -6,6 +6,7 @@ Runs in the controller process, which never imports JAX.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from ray_jax_ckpt._ray_compat import (
     ended_well,
     get_address_and_port,
     num_nodes_of,
+    preemption_grace_s,
     scaling_config_of,
 )
 from ray_jax_ckpt.errors import ConfigError
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from ray_jax_ckpt.trainer import JaxConfig
 
 logger = logging.getLogger(__name__)
+
+# A preempted node may be gone, and silent, long before its deadline: notices are given up to two minutes ahead.
+GRACE_MARGIN_S = 120
 
 
 class JaxBackend(Backend):
@@ -108,7 +113,7 @@ def _join(worker_group: Any, config: JaxConfig) -> None:
         address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         num_processes=len(worker_group),
         initialization_timeout_s=config.initialization_timeout_s,
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        heartbeat_timeout_s=_heartbeat_timeout_s(worker_group, config),
         shutdown_timeout_s=config.shutdown_timeout_s,
     )
     started = time.monotonic()
@@ -118,6 +123,12 @@ def _join(worker_group: Any, config: JaxConfig) -> None:
     }
     _raise_first_failure(refs, coordination)
     logger.debug("Joined %d workers in %.2f s.", len(refs), time.monotonic() - started)
+
+
+def _heartbeat_timeout_s(worker_group: Any, config: JaxConfig) -> int:
+    """Long enough that JAX does not end the survivors of a preemption within the grace that Ray gives them."""
+    grace_s = preemption_grace_s(worker_group)
+    return max(config.heartbeat_timeout_s, math.ceil(grace_s) + GRACE_MARGIN_S if grace_s > 0 else 0)
 
 
 def _raise_first_failure(refs: dict[Any, int], coordination: _jax_process.Coordination) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pyarrow.fs
+from ray.exceptions import RayActorError
 from ray.train._internal.utils import get_address_and_port
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
@@ -18,12 +19,15 @@ __all__ = [
     "ReportCallback",
     "WorkerGroupCallback",
     "WorkerGroupStartupFailedError",
+    "dead_ranks",
     "disown_started_state",
     "ended_well",
     "failures_of",
     "get_address_and_port",
     "max_failures",
     "num_nodes_of",
+    "preemption_grace_s",
+    "preemption_of",
     "run_location",
     "run_path",
     "scaling_config_of",
@@ -57,6 +61,31 @@ def max_failures(train_run_context: Any) -> int:
 def failures_of(poll_status: Any) -> dict[int, str]:
     """What Ray's poll says of failed ranks."""
     return {rank: f"{type(error).__name__}: {error}" for rank, error in poll_status.errors.items()}
+
+
+def dead_ranks(poll_status: Any) -> list[int]:
+    """Ranks whose process is gone, by Ray's poll. One whose train function raised still has its process."""
+    return sorted(
+        rank
+        for rank, error in poll_status.errors.items()
+        if isinstance(getattr(error, "health_check_failure", error), RayActorError)
+    )
+
+
+def preemption_of(poll_status: Any) -> tuple[tuple[int, ...], int] | None:
+    """Ranks whose nodes are going to be taken away, with what fails together with them, and the deadline.
+
+    Ray's watcher tells the workers and the poll brings it back. In milliseconds since the epoch, 0 without a deadline.
+    `ray.train.get_preemption_info()`, which says the same, is a barrier of all ranks: nothing here may call it.
+    """
+    info = poll_status.get_preemption_info()
+    return None if info is None else (tuple(info.preempted_ranks), info.deadline_ms or 0)
+
+
+def preemption_grace_s(worker_group: Any) -> float:
+    """How long the survivors of a preemption may go on after the deadline, 0 where this Ray does not say."""
+    config = getattr(getattr(worker_group, "_train_run_context", None), "run_config", None)
+    return float(getattr(getattr(config, "failure_config", None), "preemption_grace_s", 0.0) or 0.0)
 
 
 def world_rank() -> int:

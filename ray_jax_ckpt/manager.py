@@ -72,6 +72,7 @@ class CheckpointManager(_Callback):
         self._coordinator: Any = None
         self._decision: Any = None
         self._failed = False
+        self._passed_on: Any = None
 
     # The controller.
 
@@ -131,7 +132,7 @@ class CheckpointManager(_Callback):
 
     @_safe
     def _ask_for_decision(self, workers: list[Any]) -> None:
-        self._decision, self._failed = None, False
+        self._decision, self._failed, self._passed_on = None, False, None
         self._record("workers_ready", num_workers=len(workers))
         if self._coordinator is not None:
             members = group_members(workers, self._config)
@@ -159,11 +160,25 @@ class CheckpointManager(_Callback):
 
     @_safe
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Notes the first failure that the controller sees of a group."""
+        """Notes the first failure that the controller sees of a group, and passes on who is preempted and who is gone.
+
+        Ray goes on polling while it waits for a preemption's deadline and grace.
+        """
+        self._pass_on(worker_group_status)
         errors = _ray_compat.failures_of(worker_group_status)
         if errors and not self._failed:
             self._failed = True
             self._record("worker_group_failed", errors={rank: text[:500] for rank, text in errors.items()})
+
+    def _pass_on(self, worker_group_status: Any) -> None:
+        news = _ray_compat.preemption_of(worker_group_status), _ray_compat.dead_ranks(worker_group_status)
+        if self._coordinator is None or news == self._passed_on:
+            return
+        (preemption, dead), self._passed_on = news, news
+        if preemption is not None:
+            self._coordinator.preempted.remote(*preemption)
+        if dead:
+            self._coordinator.gone.remote(tuple(dead))
 
     @_safe
     def before_worker_group_shutdown(self, worker_group: Any) -> None:

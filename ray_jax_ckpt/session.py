@@ -27,10 +27,12 @@ from ray_jax_ckpt.errors import (
     SnapshotTimeoutError,
     StepError,
 )
+from ray_jax_ckpt.memory.announce import Listener
 from ray_jax_ckpt.memory.messages import Decision
 from ray_jax_ckpt.memory.system import available_bytes
 from ray_jax_ckpt.memory.tls import Tls, load_tls
 from ray_jax_ckpt.model import attendance
+from ray_jax_ckpt.model.announce import Position
 from ray_jax_ckpt.model.attendance import Began
 from ray_jax_ckpt.model.index import Layout
 from ray_jax_ckpt.model.shards import Generation
@@ -60,6 +62,8 @@ class Session:
         self._room = DataRoom()
         self._told: Began | None = None
         self._looked = False
+        self._listener = Listener(self.coordinator, decision.attempt, rank, decision.leaving, self._missed)
+        self._ranks: dict[int, int] | None = None
         self._pipeline = Pipeline(
             decision.stores[rank],
             lambda: self.ask(self.coordinator.replace_store.remote(rank, decision.attempt)),
@@ -95,11 +99,12 @@ class Session:
     ) -> SnapshotCheckpoint | None:
         """See `ray_jax_ckpt.snapshot`."""
         step = self._checked_step(step)
+        announced = self._listener.arrive((self.restores, step))
         if self._handle is not None and step == self._handle.step:
             return self._again(self._handle, metrics, force, timeout_s)
         if not self._looked:
             self._look(state)
-        if not force and step % self.config.every_n_steps != 0:
+        if not force and not announced and step % self.config.every_n_steps != 0:
             return None
         generation = Generation(self.decision.attempt, self.restores, step)
         flat = flatten(state)
@@ -110,7 +115,7 @@ class Session:
         data_state = DataCapture(data, self.config.max_data_bytes)
         try:
             self._check_memory(plan, data_state.num_bytes)
-            if not self._make_way(generation, force, timeout_s):
+            if not self._make_way(generation, force, announced, timeout_s):
                 return None
             handle = SnapshotCheckpoint(generation, metrics)
             faults.reach("capture", step)
@@ -190,7 +195,7 @@ class Session:
 
     def _ready_planner(self, generation: Generation, force: bool, timeout_s: float) -> Planner | None:
         """The planner; None (with a warning) if the group could not be asked how JAX numbers it: training goes on."""
-        if self._planner is None:
+        if self._planner is None or self._planner.leaving != self._listener.leaving:
             try:
                 self._planner = Planner(self._topology(timeout_s), on_device=self.config.staging == "device")
             except SnapshotError as error:
@@ -208,11 +213,12 @@ class Session:
         if self.tls is not None:
             # Said here if it cannot work, where the user sees it; a store could say it to its log only.
             logger.info("Snapshots travel with TLS.")
-        domains, ranks = tuple(member.domain for member in self.decision.members), {}
-        if jax.process_count() > 1:
+        domains = tuple(member.domain for member in self.decision.members)
+        if self._ranks is None and jax.process_count() > 1:
             arguments = (self.decision.attempt, self.rank, jax.process_index(), timeout_s)
-            ranks = self.ask(self.coordinator.number_processes.remote(*arguments), timeout_s)
-        return Topology(self.rank, domains, self.config.copies, ranks)
+            # Once: all ranks meet for it, and some may be gone when they are placed anew.
+            self._ranks = self.ask(self.coordinator.number_processes.remote(*arguments), timeout_s)
+        return Topology(self.rank, domains, self.config.copies, self._ranks or {}, self._listener.leaving)
 
     def _checked_step(self, step: Any) -> int:
         try:
@@ -231,11 +237,11 @@ class Session:
             )
         return step
 
-    def _make_way(self, generation: Generation, force: bool, timeout_s: float) -> bool:
+    def _make_way(self, generation: Generation, force: bool, announced: bool, timeout_s: float) -> bool:
         """Waits for the previous snapshot, or skips this one. False: skipped."""
         if self._pipeline.idle(0):
             return True
-        if self.config.on_busy == "skip" and not force and not self._must_wait():
+        if self.config.on_busy == "skip" and not (force or announced or self._must_wait()):
             reason = f"rank {self.rank} was still storing an earlier step"
             self._abandon(generation, reason)
             warnings.warn(f"Snapshot of step {generation.step} skipped: {reason}.", RuntimeWarning, stacklevel=4)
@@ -266,6 +272,11 @@ class Session:
         previous = None if last is None else last.generation
         self._told = Began(self.rank, generation, previous, layout.structure, leaves)
         self.coordinator.began.remote(self._told)
+
+    def _missed(self, position: Position) -> None:
+        """The others took an announced snapshot that this rank did not hear of in time."""
+        generation = Generation(self.decision.attempt, *position)
+        self._abandon(generation, f"rank {self.rank} was not told in time that it was announced")
 
     def _abandon(self, generation: Generation, reason: str) -> None:
         self.coordinator.abandon.remote(generation, reason)

@@ -40,7 +40,8 @@ class JaxConfig(RayJaxConfig):
             can run code in the workers.
         initialization_timeout_s: How long the processes wait for each other at the start. Not on TPU.
         heartbeat_timeout_s: How long a process may be silent before JAX ends the others. Ray usually notices first. It
-            bounds how long a collective can hang on a peer that froze. Not on TPU.
+            bounds how long a collective can hang on a peer that froze. With `FailureConfig(preemption_grace_s=...)` it
+            is at least two minutes longer than that, so that the survivors do have their grace. Not on TPU.
         shutdown_timeout_s: How long the processes may take to leave each other after a good end.
     """
 

@@ -173,6 +173,11 @@ class Planner:
         self._signature: Any = None
         self._plan: Plan | None = None
 
+    @property
+    def leaving(self) -> frozenset[int]:
+        """See `Topology`."""
+        return self._topology.leaving
+
     def plan(self, flat: tree.Flat) -> Plan:
         """The plan for a state.
 

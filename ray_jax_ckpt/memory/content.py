@@ -79,6 +79,16 @@ class Content:
             raise ValueError(f"parts of {end} bytes in a push of {header.total_bytes} bytes")
         return _checked(cls(raw, indices, places, checks), verify)
 
+    def adopt(self, raw: bytes) -> None:
+        """Takes in the index of a rank that has nothing but an empty host part. Raises ValueError if it is none."""
+        index = Index.from_bytes(raw)
+        if index.layout.rank not in {known.layout.rank for known in self.indices}:
+            self.raw.append(raw)
+            self.indices.append(index)
+            self.places |= {part.id: (0, 0) for part in index.layout.parts}
+            self.checks |= {part.id: () for part in index.layout.parts}
+            self._summaries = _summaries(self.checks)
+
     def rank_indices(self) -> list[RankIndex]:
         """The indices as they are told to readers."""
         return [

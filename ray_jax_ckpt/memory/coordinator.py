@@ -25,7 +25,9 @@ from ray_jax_ckpt.errors import (
     StaleAttemptError,
 )
 from ray_jax_ckpt.memory.activities import Activities
+from ray_jax_ckpt.memory.announce import Announcer, Ear, Word
 from ray_jax_ckpt.memory.barrier import Barrier, MissingRanks
+from ray_jax_ckpt.memory.drain import Drain
 from ray_jax_ckpt.memory.ledger import Ledger
 from ray_jax_ckpt.memory.messages import Decision, Located, Member
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S
@@ -81,6 +83,8 @@ class Coordinator:
         self._events = EventLog(run.filesystem, run.path)
         self._ledger = Ledger(run.digest, config, self._events.add)
         self._barrier, self._activities, self._attendance = Barrier(), Activities(), Attendance(0)
+        self._announcer = Announcer()
+        self._drain = Drain(self._ledger, self._announcer, self._events.add)
         self._opening, self._deciding = asyncio.Lock(), asyncio.Lock()
 
     # Life.
@@ -100,6 +104,7 @@ class Coordinator:
             known = next((one.secret for one in inventories.values()), "")
             self._ledger.secret = known or secrets.token_urlsafe(32)
             self._ledger.spawn(self._ledger.beat())
+            self._ledger.spawn(self._drain.watch())
 
     async def finish(self, keep: bool) -> None:
         """The run is over. Stores end now, or (`keep`) when nobody has taken them over for their orphan timeout."""
@@ -143,11 +148,13 @@ class Coordinator:
             self._attendance = Attendance(len(members))
             located = await ledger.choose(attempt)
             handles = {member.rank: ledger.roster.of(member, ledger.secret, attempt) for member in members}
+        self._drain.begin()
+        await self._announcer.begin(attempt)
         ledger.spawn(ledger.form_group(attempt))
         chosen = located.generation if located else None
         step = chosen.step if chosen else None
         self._events.add("decision", attempt=attempt, step=step, generation=str(chosen) if chosen else None)
-        return Decision(attempt, members, handles, ledger.secret, located)
+        return Decision(attempt, members, handles, ledger.secret, located, self._drain.leaving())
 
     async def replace_store(self, rank: int, attempt: int) -> ActorHandle:
         """A rank found its store dead: the same one if it answers after all, else a new, empty one on the same node.
@@ -158,7 +165,22 @@ class Coordinator:
         self._check_attempt(attempt)
         return await self._ledger.replace(self._ledger.members[rank])
 
+    # The controller reports.
+
+    async def preempted(self, ranks: tuple[int, ...], deadline_ms: int) -> None:
+        """Ray Train says that these ranks' nodes will be taken away; `deadline_ms` since the epoch, or 0."""
+        await self._drain.preempted(ranks, deadline_ms)
+
+    async def gone(self, ranks: tuple[int, ...]) -> None:
+        """These ranks' processes are dead. Of snapshots that only they lack, as much as possible is saved."""
+        await self._drain.gone(ranks)
+
     # Stores and workers report.
+
+    async def listen(self, ear: Ear) -> tuple[str, int, tuple[Word, ...]]:
+        """What is announced to a rank. See `Announcer.listen`."""
+        await self.open()
+        return await self._announcer.listen(ear)
 
     async def held(self, report: Held) -> None:
         """A store holds more verified parts than before.

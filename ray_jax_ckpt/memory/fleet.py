@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import ray
@@ -31,6 +32,11 @@ def run_digest(filesystem: str, run_path: str) -> str:
 def store_name(run: str, member: Member) -> str:
     """Name of the store of the run's `index`-th worker on a node. Needs no memory of earlier attempts to be found."""
     return f"{run}:{member.node_id[:16]}:{member.index}"
+
+
+def node_of(store: str, nodes: Iterable[str]) -> str | None:
+    """Which of these nodes a store is on, by its name; None for another one."""
+    return next((node for node in nodes if store.split(":")[1] == node[:16]), None)
 
 
 def living_stores(run: str) -> dict[str, ActorHandle]:

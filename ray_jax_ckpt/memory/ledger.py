@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -35,6 +36,8 @@ HEARTBEAT_S = 2.0
 MAX_MISSED_HEARTBEATS = 3
 START_TRIES = 3
 SETTLE_DELAY_S = 0.01
+# When stores are gone or draining, pushes under way may go where they do not count: they are made up for sooner.
+DEGRADED_PATIENCE_S = 3.0
 
 
 class Ledger:
@@ -62,6 +65,7 @@ class Ledger:
         self._beating: set[str] = set()
         self._examining: set[tuple[str, Generation]] = set()
         self._lacking: tuple[Generation, float] | None = None
+        self._asked: dict[tuple[Generation, str, str, str | None, str], float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         # Nor is anything freed before a driver's first decision: it may only look, and what stores say they hold has
         # not been verified for it. A coordinator that was killed in mid-attempt goes on as before.
@@ -304,20 +308,35 @@ class Ledger:
             self._lacking = None
         elif self._lacking is None or self._lacking[0] != newest:
             self._lacking = (newest, time.monotonic())
-        elif time.monotonic() - self._lacking[1] > self._config.timeout_s:
+        elif time.monotonic() - self._lacking[1] > self._patience():
             self._lacking = None
             self.spawn(self.repair(newest))
             self.restore_copies()
 
+    def _patience(self) -> float:
+        timeout_s = self._config.timeout_s
+        return min(timeout_s, DEGRADED_PATIENCE_S) if self.books.degraded() else timeout_s
+
     def restore_copies(self) -> None:
         """Has the newest complete generation copied to as many domains as there should be."""
-        self._copy(pushes.copies_due(self.books))
+        self._copy(replace(copies, parts=self._not_asked(copies)) for copies in pushes.copies_due(self.books))
 
     def _copy(self, due: Iterable[pushes.Copies]) -> None:
         for copies in due:
             handle, address = self.roster.handles.get(copies.source), self.roster.addresses.get(copies.target)
-            if handle is not None and address is not None:
+            if handle is not None and address is not None and copies.parts:
                 handle.push.remote(copies.generation, copies.parts, copies.target, address)
+
+    def _not_asked(self, copies: pushes.Copies) -> tuple[str, ...]:
+        """The parts whose copying has not been asked for lately: a large one under way must not be sent twice."""
+        now, target = time.monotonic(), (copies.target, self.books.incarnations.get(copies.target))
+        recent = {
+            k: at for k, at in self._asked.items() if now - at < self._config.timeout_s and k[0] in self.books.entries
+        }
+        keys = {part: (copies.generation, copies.source, *target, part) for part in copies.parts}
+        parts = tuple(part for part, key in keys.items() if key not in recent)
+        self._asked = recent | {keys[part]: now for part in parts}
+        return parts
 
     @contextlib.asynccontextmanager
     async def keeping(self) -> AsyncIterator[None]:

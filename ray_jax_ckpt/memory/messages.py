@@ -98,6 +98,7 @@ class Decision:
         stores: Every rank's store. One that is still starting queues the calls it gets.
         secret: The run's, for reading stores on other nodes.
         located: What is restored, or None if memory holds nothing complete.
+        leaving: Ranks on nodes that drain already: they get no copies.
     """
 
     attempt: int
@@ -105,6 +106,7 @@ class Decision:
     stores: Mapping[int, ActorHandle] = field(repr=False)
     secret: str = field(repr=False)
     located: Located | None
+    leaving: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

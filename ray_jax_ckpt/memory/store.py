@@ -253,6 +253,20 @@ class ReplicaStore:
         self._pusher.forget(gone)
         self._shelf.release(gone)
 
+    def stand_in(self, raw_index: bytes) -> None:
+        """Keeps the index of a rank that did not live to store its own, and had nothing to itself.
+
+        Raises:
+            SnapshotLostError: Nothing of its generation is held.
+        """
+        generation = Index.from_bytes(raw_index).generation
+        with self._shelf.changed:
+            held = self._shelf.held(generation)
+            if not held:
+                raise SnapshotLostError(f"Store {self._options.name} does not hold generation {generation}.")
+            held[0][0].adopt(raw_index)
+        self._tell(generation)
+
     def push(self, generation: Generation, parts: tuple[str, ...], target: str, address: str) -> None:
         """Copies held parts to another store (re-replication). Returns at once; the receiver reports what arrived."""
         # A source of its own: what this store has pushed there before may be in use, or damaged.

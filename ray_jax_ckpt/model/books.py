@@ -209,6 +209,16 @@ class Books:
         entry = self.entries[generation]
         return sorted(part for part in entry.expected() if not entry.holders.get(part, NOWHERE) & self.domains.keys())
 
+    def degraded(self) -> bool:
+        """Whether copies go, or went, where they do not count: a store of the group is draining, or gone."""
+        return bool(self.leaving() & self.domains.keys() or self.group - self.domains.keys())
+
+    def holding(self, generation: Generation) -> list[str]:
+        """Living stores that hold something of a generation, those that last first."""
+        entry = self.entries.get(generation)
+        found = {store for stores in entry.holders.values() for store in stores} if entry is not None else set()
+        return sorted(found & self.domains.keys(), key=lambda name: (name in self.leaving(), name))
+
     def complete(self) -> list[Generation]:
         """Generations that can be restored, newest first."""
         usable = (Status.COMPLETE, Status.PROTECTED)

@@ -136,10 +136,11 @@ def repairs_due(books: Books, generation: Generation) -> list[Copies]:
 
 
 def _copies(books: Books, generation: Generation, parts: Mapping[str, frozenset[str]]) -> list[Copies]:
-    damaged = books.entries[generation].damaged
-    jobs: dict[tuple[str, str, str], list[str]] = {}
-    for part, source, target in choose_push(parts, books.lasting(), books.receivers(), books.wanted(), damaged):
+    damaged, lasting = books.entries[generation].damaged, books.lasting()
+    jobs: dict[tuple[bool, str, str, str], list[str]] = {}
+    for part, source, target in choose_push(parts, lasting, books.receivers(), books.wanted(), damaged):
         # A bad copy is overwritten in its place, so its part travels alone.
         alone = part if target in damaged.get(part, ()) else ""
-        jobs.setdefault((source, target, alone), []).append(part)
-    return [Copies(generation, source, target, tuple(ids)) for (source, target, _), ids in jobs.items()]
+        jobs.setdefault((bool(parts[part] & lasting.keys()), source, target, alone), []).append(part)
+    # First what only draining stores hold: there may not be time for everything.
+    return [Copies(generation, source, target, tuple(ids)) for (_, source, target, _), ids in sorted(jobs.items())]

@@ -5,7 +5,7 @@ handler, flushes nothing and tells no peer. It acts on processes of THIS machine
 itself, for example with `ray.cluster_utils.Cluster`, where every "node" is a raylet and its child processes.
 
 * Processes and nodes: `kill_process`, `pause_process`, `resume_process`, `kill_node`, `kill_raylet`, `pause_node`,
-  `resume_node`.
+  `resume_node`, and `drain_node`, which gives notice of a node that will be taken away.
 * A run's stores and coordinator, by the run's name: `find_run`, and from there their process ids and the copies they
   hold, to be damaged.
 * Faults at a phase: `FaultPlan` arms a `Fault` at one of `POINTS`.
@@ -32,6 +32,7 @@ from ray_jax_ckpt.testing.equality import assert_identical
 from ray_jax_ckpt.testing.live import LiveRun, find_run
 from ray_jax_ckpt.testing.plan import Armed, FaultPlan, Fired
 from ray_jax_ckpt.testing.processes import (
+    drain_node,
     kill_node,
     kill_process,
     kill_raylet,
@@ -50,6 +51,7 @@ __all__ = [
     "InjectedError",
     "LiveRun",
     "assert_identical",
+    "drain_node",
     "find_run",
     "kill_node",
     "kill_process",

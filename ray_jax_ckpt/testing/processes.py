@@ -98,6 +98,32 @@ def kill_raylet(node: Any, *, timeout_s: float = 20.0) -> list[int]:
     return [process.pid for process in orphans]
 
 
+def drain_node(node: Any, *, deadline_s: float = 0.0) -> None:
+    """Tells Ray that a node is going to be taken away, as a cloud's preemption notice does.
+
+    Ray places nothing new there from then on. It takes nothing away either, now or at the deadline: `kill_node` does.
+
+    Args:
+        node: What `ray.cluster_utils.Cluster.add_node` returned, or a node id (hexadecimal).
+        deadline_s: In how many seconds. 0: no deadline is known.
+
+    Raises:
+        ValueError: There is no node of that id.
+    """
+    import ray
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
+    from ray.core.generated import autoscaler_pb2
+
+    node_id = node if isinstance(node, str) else node.node_id
+    if node_id not in {found["NodeID"] for found in ray.nodes()}:
+        raise ValueError(f"cannot drain node {node_id}: the cluster has no node of that id")
+    reasons: Any = autoscaler_pb2.DrainNodeReason  # pyright: ignore[reportAttributeAccessIssue]
+    deadline_ms = int((time.time() + deadline_s) * 1000) if deadline_s else 0
+    GcsClient(address=ray.get_runtime_context().gcs_address).drain_node(
+        node_id, reasons.Value("DRAIN_NODE_REASON_PREEMPTION"), "fault injection", deadline_ms
+    )
+
+
 def pause_node(node: Any) -> list[int]:
     """Stops a node's raylet and every process under it, as a network partition or a frozen virtual machine does.
 

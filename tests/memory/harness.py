@@ -47,6 +47,7 @@ class StubGroup:
     nodes: list[tuple[str, str]]
     config: SnapshotConfig = CONFIG
     coordinator: Any = None
+    leaving: frozenset[int] = frozenset()
     decision: Decision | None = field(default=None)
     elements: int = ELEMENTS
 
@@ -78,7 +79,7 @@ class StubGroup:
 
     def layout(self, rank: int) -> Layout:
         """Each rank has one shard of leaf 0 to itself, and its host part."""
-        targets = partners(rank, [node for node, _ in self.nodes], self.config.copies)
+        targets = partners(rank, [node for node, _ in self.nodes], self.config.copies, self.leaving)
         shard = (0, ((rank * self.elements, (rank + 1) * self.elements),), self.elements)
         parts = [(f"s{rank}>{'.'.join(map(str, targets))}", targets, True, [shard]), (f"h{rank}", targets, True, [])]
         return Layout(rank, len(self.nodes), "structure", ({"path": "w"},), frozenset(), lay_out(parts))

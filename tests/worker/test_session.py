@@ -79,7 +79,8 @@ def context(monkeypatch):
 
 def decision(located):
     member = types.SimpleNamespace(node_id="here", domain="here", rank=0)
-    return types.SimpleNamespace(attempt=2, members=(member,), stores={0: None}, secret="", located=located)
+    group = {"attempt": 2, "members": (member,), "stores": {0: None}, "leaving": frozenset()}
+    return types.SimpleNamespace(**group, secret="", located=located)
 
 
 @pytest.mark.parametrize("located", [None, types.SimpleNamespace(generation=GENERATION)], ids=["nothing", "something"])
