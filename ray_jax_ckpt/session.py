@@ -138,7 +138,7 @@ class Session:
         for leaf in zip(flat.paths, flat.keys, flat.leaves, strict=True):
             describe(*leaf)
         if jax.process_count() == 1:
-            self._planner = Planner(self._topology(0))
+            self._planner = self._new_planner(0)
             self._check_memory(self._planner.plan(flat), 0)
         located = self.decision.located
         if located is not None and not self.restores and self.rank == 0:
@@ -193,11 +193,14 @@ class Session:
         """Waits until this rank's last snapshot is stored; raises what went wrong."""
         self._pipeline.drain(timeout_s)
 
+    def _new_planner(self, timeout_s: float) -> Planner:
+        return Planner(self._topology(timeout_s), on_device=self.config.staging == "device")
+
     def _ready_planner(self, generation: Generation, force: bool, timeout_s: float) -> Planner | None:
         """The planner; None (with a warning) if the group could not be asked how JAX numbers it: training goes on."""
         if self._planner is None or self._planner.leaving != self._listener.leaving:
             try:
-                self._planner = Planner(self._topology(timeout_s), on_device=self.config.staging == "device")
+                self._planner = self._new_planner(timeout_s)
             except SnapshotError as error:
                 self._abandon(generation, f"rank {self.rank} does not know how JAX numbers the processes")
                 if force:

@@ -231,6 +231,7 @@ def test_steps_that_donate_their_state_do_not_reach_snapshots(attempts, eventual
         session.drain(20)
         # After the first one the programs are compiled, in the background.
         eventually(lambda: session._planner._plan.staging.is_ready)
+        assert session._planner._plan.staging.whole == (staging == "device")
     restored = rjc.restore(handle).state
     jax.tree.map(np.testing.assert_array_equal, restored, wanted)
 
