@@ -42,11 +42,14 @@ def news(before: Books, after: Books, generation: Generation) -> News:
     old, new = before.entries.get(generation), after.entries.get(generation)
     if new is None:
         return News({}, {})
-    differing = new.differing()
     known = old.damaged if old is not None else {}
+    fresh = {part: stores - known.get(part, NOWHERE) for part, stores in new.damaged.items()}
+    # Asked for at every report, and nearly always there is nothing: only then are digests compared.
+    fresh = {part: stores for part, stores in fresh.items() if stores}
+    differing = new.differing(fresh)
     found: tuple[dict[str, frozenset[str]], dict[str, frozenset[str]]] = ({}, {})
-    for part, stores in new.damaged.items():
-        for store in stores - known.get(part, NOWHERE):
+    for part, stores in fresh.items():
+        for store in stores:
             by_store = found[store in differing.get(part, NOWHERE)]
             by_store[store] = by_store.get(store, NOWHERE) | {part}
     return News(*found)
