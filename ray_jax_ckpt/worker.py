@@ -14,7 +14,14 @@ import ray.train
 from ray_jax_ckpt.arrays.assemble import Assembler, Options
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint, undecided
 from ray_jax_ckpt.data_state import Reshard, decode_states, put_back, reshard
-from ray_jax_ckpt.errors import ConfigError, NotSupportedError
+from ray_jax_ckpt.errors import (
+    ConfigError,
+    NotSupportedError,
+    RestoreError,
+    RestoreTimeoutError,
+    SnapshotError,
+    StoreError,
+)
 from ray_jax_ckpt.memory.messages import Located
 from ray_jax_ckpt.memory.reader import Reader
 from ray_jax_ckpt.model.books import Status
@@ -129,6 +136,7 @@ def restore(
         SnapshotLostError: Some part is on no living store.
         RestoreTimeoutError: Other ranks, or bytes, did not come in time.
         IntegrityError: No store could serve some part as it was captured.
+        RestoreError: Ranks restored different snapshots, or the run's coordinator is gone.
         NotSupportedError: The checkpoint is not a snapshot of this package.
     """
     session = current()
@@ -148,7 +156,7 @@ def restore(
             put_back(data, own)
         faults.reach("confirm", handle.step)
         key = (session.rank, session.decision.attempt, session.restores + 1)
-        session.ask(session.coordinator.confirm.remote(*key, handle.generation, bound), bound)
+        _ask(session, session.coordinator.confirm.remote(*key, handle.generation, bound), bound)
     except BaseException as error:
         session.coordinator.let_go.remote(session.rank, session.decision.attempt, f"{error!r:.300}")
         raise
@@ -240,9 +248,18 @@ def _locate(session: Session, handle: SnapshotCheckpoint, timeout_s: float) -> L
         if session.latest_generation == handle.generation:
             session.drain(timeout_s)
         session.ask(session.coordinator.wait.remote(handle.generation, Status.COMPLETE, timeout_s), timeout_s)
-    return session.ask(
-        session.coordinator.locate.remote(handle.generation, session.rank, session.decision.attempt), timeout_s
+    return _ask(
+        session, session.coordinator.locate.remote(handle.generation, session.rank, session.decision.attempt), timeout_s
     )
+
+
+def _ask(session: Session, ref: Any, timeout_s: float) -> Any:
+    """What fails a restore is a RestoreError, also where it is somebody else's: a coordinator that is gone."""
+    try:
+        return session.ask(ref, timeout_s)
+    except (SnapshotError, StoreError) as error:
+        kind = RestoreTimeoutError if isinstance(error, TimeoutError) else RestoreError
+        raise kind(f"The restore failed: {error}") from error
 
 
 def _read(

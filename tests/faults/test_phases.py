@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 
 from ray_jax_ckpt.testing import Fault, kill_process
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 WORKER = ["capture", "grant", "copy", "commit"]
 STORE = ["committed", "push", "send", "receive", "received"]
