@@ -27,6 +27,8 @@ CALL_TIMEOUT_S = 2.0
 HOLD_TIMEOUT_S = 5.0
 LISTEN_S = 60.0
 RETRY_S = 1.0
+# A coordinator that is started again looks dead for a moment; one that looks so this often in a row is.
+MAX_DEATHS = 10
 
 
 @dataclass(frozen=True)
@@ -193,17 +195,22 @@ class Listener:
             self._last = position, now
 
     def _run(self) -> None:
-        ear = self._ear
+        ear, deaths = self._ear, 0
         while ray.is_initialized():
             try:
-                answer: Any = ray.get(self._coordinator.listen.remote(ear))
-                source, heard, words = answer
+                # Asked anew here, not by Ray: its retries would outlive the coordinator's end.
+                answer: Any = ray.get(self._coordinator.listen.options(max_task_retries=0).remote(ear))
+                (source, heard, words), deaths = answer, 0
+            except SystemExit:
+                # This process lets go of Ray.
+                return
             except Exception as error:
+                deaths += isinstance(error, ActorDiedError)
                 # Nobody will end the call that this rank may be waiting for.
                 with self._changed:
                     self._pledge = announce.go_alone(self._pledge)
                     self._changed.notify_all()
-                if _is_final(error):
+                if _is_final(error) or deaths >= MAX_DEATHS:
                     return
                 logger.debug("The run's coordinator did not say what is announced: %r", error)
                 time.sleep(RETRY_S)
@@ -232,4 +239,4 @@ def _is_final(error: Exception) -> bool:
     """Whether there is nothing to listen to any more: the run is over, or this attempt."""
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, StaleAttemptError)
-    return isinstance(error, ActorDiedError) or not isinstance(error, RayError)
+    return not isinstance(error, RayError)

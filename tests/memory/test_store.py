@@ -376,7 +376,11 @@ def test_a_handle_whose_copies_are_damaged_is_not_restored(nodes, run):
         flip_byte(group, 0, generation, "s0>1")
         located = ray.get(group.coordinator.locate.remote(generation, 0, 1))
         expect(group.read(located, 0)[0], 10)
-        flip_byte(group, 1, generation, "s0>1")
+        # Of another one, since the bad copy is being repaired.
+        generation = group.snapshot(20)
+        group.wait(generation)
+        for rank in (0, 1):
+            flip_byte(group, rank, generation, "s0>1")
         with pytest.raises(ray.exceptions.RayTaskError, match="not held completely"):
             ray.get(group.coordinator.locate.remote(generation, 0, 1))
 
