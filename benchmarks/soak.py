@@ -1,7 +1,9 @@
 """Kills at random what belongs to a running training, again and again, and checks what comes back.
 
-    python benchmarks/soak.py                        50 kills: about a quarter of an hour on two idle cores
-    python benchmarks/soak.py --kills 50 --budget-s 200     as many of them as fit; the next call goes on
+    python benchmarks/soak.py                         towards 50 kills; the next call goes on where this one ends
+    python benchmarks/soak.py --budget-s 200          as many of them as fit into the time
+
+A call ends before the third death of a node, since spare nodes take memory.
 
 A `JaxTrainer` run of two workers on two nodes of this machine, with a snapshot every five steps. Killed (SIGKILL) are
 a worker, a store, both of one rank at the same moment, the coordinator, or a whole node, at random moments. After each
@@ -35,6 +37,7 @@ WEIGHTS = {"worker": 6, "store": 4, "both": 4, "coordinator": 4, "node": 2}
 RESTARTING = ("worker", "both", "node")
 LONGEST_PAUSE_S = 2.0
 RECOVERY_TIMEOUT_S = 180.0
+SPARE_NODES = 2
 NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 
@@ -52,14 +55,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 class Chaos(threading.Thread):
     """Kills, waits for the recovery, checks it. Ends the training when it has done its part, or when a check fails."""
 
-    def __init__(self, work: Path, plan: list[tuple[str, int, float]], deadline: float, cluster: Any) -> None:
+    def __init__(self, work: Path, plan: list[tuple[str, int, float]], deadline: float) -> None:
         """`plan`: kind, rank and the pause before each kill."""
         super().__init__(name="chaos", daemon=True)
         from ray_jax_ckpt.testing import find_run
 
         self.records: list[dict[str, Any]] = []
         self.problem = ""
-        self._work, self._plan, self._deadline, self._cluster = work, plan, deadline, cluster
+        self._work, self._plan, self._deadline = work, plan, deadline
         self._live = find_run("soak", str(work / "storage"))
 
     def run(self) -> None:
@@ -118,7 +121,6 @@ class Chaos(threading.Thread):
         if kind == "coordinator":
             return kill_process(self._live.coordinator())
         if kind == "node":
-            self._cluster.add_node(**NODE)
             kill_node(self._started(rank)["node"])
             return None
         store = self._live.stores()[rank] if kind != "worker" else None
@@ -168,12 +170,13 @@ def soak(work: Path, plan: list[tuple[str, int, float]], budget_s: float) -> Cha
     deadline = time.monotonic() + budget_s
     cluster: Any = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0, "include_dashboard": False})
     try:
-        for _ in range(2):
+        # Spares are started now, since Ray starts nodes in the main thread only.
+        for _ in range(2 + sum(kind == "node" for kind, _, _ in plan)):
             cluster.add_node(**NODE)
         # Ray Train's clean-up asks "the" cluster of the machine, and must not ask somebody else's.
         environment = {"env_vars": {"RAY_ADDRESS": cluster.address}}
         ray.init(address=cluster.address, runtime_env=environment, log_to_driver=False)
-        chaos = Chaos(work, plan, deadline, cluster)
+        chaos = Chaos(work, plan, deadline)
         trainer = JaxTrainer(
             soak_job.train,
             train_loop_config={"work": str(work)},
@@ -224,6 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"runs": [], "kills": []}
     done = len(result["kills"])
     plan = plan_kills(arguments.seed, arguments.kinds, arguments.kills)[done:]
+    node_kills = [number for number, (kind, _, _) in enumerate(plan) if kind == "node"]
+    plan = plan[: node_kills[SPARE_NODES]] if len(node_kills) > SPARE_NODES else plan
     if not plan:
         print(f"{done} kills are in {arguments.out}: nothing to do")
         return 0
