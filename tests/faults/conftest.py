@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import ray
-from crew import Crew, Pool
 from ray.cluster_utils import Cluster
 
+from faults.crew import Crew, Pool
 from ray_jax_ckpt.testing import FaultPlan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def cluster(shared_plan: FaultPlan) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # JAX may run in this process; what Ray forks off executes another program at once.
         warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-        paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
         for _ in range(3):

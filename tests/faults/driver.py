@@ -7,7 +7,8 @@ import sys
 import time
 
 import ray
-from crew import CONFIG, Crew, Pool
+
+from faults.crew import CONFIG, Crew, Pool
 
 
 def main(address: str, nodes: list[tuple[str, str]], run: str) -> None:

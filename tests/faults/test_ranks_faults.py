@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from crew import Crew, eventually
 
+from faults.crew import Crew, eventually
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.testing import Fault, kill_process
 

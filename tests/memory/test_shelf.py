@@ -33,7 +33,7 @@ def filled(store, step, source="own", attempt=1, num_bytes=SIZE):
     """A generation that is held, of which the source prepares the next."""
     slot = store.await_slot(attempt, Generation(attempt, 0, step), source, "", 1.0)
     store.allocate(slot, num_bytes, source)
-    store.commit(slot, attempt, Content([], [], {}))
+    store.commit(slot, attempt, Content([], [], {}, {}))
     store.prepare(source)
     return Generation(attempt, 0, step)
 
