@@ -104,9 +104,9 @@ class Coordinator:
                 self._ledger.adopt(handles[name], inventory)
             for name in handles.keys() - inventories.keys() - dead:
                 self._ledger.await_word(name, handles[name])
-            self._ledger.learn(one.group for one in inventories.values())
             known = next((one.secret for one in inventories.values()), "")
             self._ledger.secret = known or secrets.token_urlsafe(32)
+            self._ledger.learn(one.group for one in inventories.values())
             self._ledger.spawn(self._ledger.pulse.beat())
             self._ledger.spawn(self._drain.watch())
 

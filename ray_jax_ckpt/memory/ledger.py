@@ -132,12 +132,16 @@ class Ledger:
             self.books = books_.held(self.books, report)
 
     def learn(self, groups: Iterable[Group | None]) -> None:
-        """What the stores know of the group that they serve, for a coordinator that has forgotten it."""
+        """What the stores know of the group that they serve, for a coordinator that has forgotten it.
+
+        The group is formed again: a member's store may have been silent before, and not have heard of it either.
+        """
         known = [group for group in groups if group is not None and group.attempt == self.books.attempt]
-        if self._restarted and known:
+        if self._restarted and not self.members and known:
             self.members = known[0].members
             names = [self.roster.name(member) for member in self.members]
             self.books = books_.group_learned(self.books, known[0].attempt, names, known[0].choice)
+            self.spawn(self.form_group(known[0].attempt))
 
     async def report(self, report: Held) -> None:
         """A store says what it holds."""

@@ -87,6 +87,7 @@ class Pulse:
         inventory = await asyncio.wait_for(answer, ANSWER_TIMEOUT_S)
         if name in self._ledger.unheard:
             self._ledger.adopt(handle, inventory)
+            self._ledger.learn([inventory.group])
             if name in {self._ledger.roster.name(member) for member in self._ledger.members}:
                 self._ledger.spawn(self._ledger.form_group(self._ledger.books.attempt))
             await self._ledger.notify()

@@ -107,6 +107,8 @@ def answer(name: str, d: Draft) -> bool | None:
     before = d.faults
     d.faults = 0
     d.adopt(name, d.books.value.attempt)
+    if not d.members_known:
+        learn(d)
     if name in d.members and d.members_known:
         join(d)
     d.settle()
@@ -461,12 +463,21 @@ def kill_coordinator(d: Draft) -> None:
     for name in d.up():
         if not d.goes_wrong("silence", name):
             d.adopt(name, 0)
+    learn(d)
+    d.settle()
+
+
+def learn(d: Draft) -> None:
+    """See `Ledger.learn`."""
     groups = [store.group for name, store in d.up().items() if d.known(name)]
     newest = max(groups, key=lambda group: group.attempt, default=Group())
     if d.bounds.learns and newest.attempt == d.books.value.attempt and newest.members:
         d.members_known = True
         d.rewrite(books_.group_learned, newest.attempt, newest.members, newest.choice)
-    d.settle()
+        for name in newest.members:
+            if d.known(name):
+                d.slots(name, slots_.fence, newest.attempt)
+        join(d)
 
 
 def rottable(bounds: Bounds, world: World, name: str) -> list[tuple[Generation, str]]:

@@ -31,7 +31,7 @@ def complete_run(bounds: Bounds, cells: Cells, world: World, lives: set[World]) 
     last, bounds = bounds.steps + 1, replace(bounds, slow=0)
     world, path, way = world._replace(faults=0), [], []
     while world not in lives:
-        if protected(bounds, world, last):
+        if protected(bounds, world, last) or forgotten(world):
             break
         path.append(world)
         found = next_step(bounds, cells, world, last)
@@ -51,6 +51,11 @@ def protected(bounds: Bounds, world: World, last: int) -> bool:
     holders = [{part for g, part in held_parts(s.value, world.layouts) if g == generation} for s in world.stores if s]
     size, wanted = len(world.layouts[-1]), min(bounds.copies, len(world.layouts[-1]))
     return all(sum(f"h{rank}" in parts for parts in holders) >= wanted for rank in range(size))
+
+
+def forgotten(world: World) -> bool:
+    """Every store died, and the coordinator too: nobody knows the group any more, and only its next attempt goes on."""
+    return not world.members_known and not any(world.stores)
 
 
 def next_step(bounds: Bounds, cells: Cells, world: World, last: int) -> tuple[str, World] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.model.protocol import actions
@@ -14,7 +14,7 @@ from tests.model.protocol.draft import Bounds, Draft
 from tests.model.protocol.explore import Explorer, picture
 from tests.model.protocol.world import World
 
-RUNS = int(os.environ.get("RJC_RUNS", "15"))
+RUNS = int(os.environ.get("RJC_RUNS", "40"))
 LAYOUTS = (
     (("a", "b", "c"), ("a", "b")),
     (("a", "b"), ("a", "c"), ("c", "b"), ("a", "b", "c")),
@@ -35,12 +35,18 @@ def one_step(explorer: Explorer, world: World, data: st.DataObject) -> tuple[str
 
 
 @pytest.mark.timeout(900)
-@settings(max_examples=RUNS, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+@settings(
+    max_examples=RUNS,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+    phases=[Phase.reuse, Phase.generate],  # Making an example smaller takes many times as long as finding it.
+)
 @given(st.data())
 def test_long_runs_keep_what_was_complete_and_can_go_on(data):
     explorer = Explorer(BOUNDS)
     world, told = explorer.start(), []
-    for _ in range(data.draw(st.integers(10, 50))):
+    for _ in range(data.draw(st.integers(20, 150))):
         found = one_step(explorer, world, data)
         if found is None:
             continue
