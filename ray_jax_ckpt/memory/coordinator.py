@@ -98,12 +98,16 @@ class Coordinator:
             if self._ledger.secret:
                 return
             handles = await self._ledger.roster.living()
-            inventories = await self._ledger.roster.ask(lambda store: store.inventory.remote(), handles)
+            dead: set[str] = set()
+            inventories = await self._ledger.roster.ask(lambda store: store.inventory.remote(), handles, dead=dead)
             for name, inventory in inventories.items():
                 self._ledger.adopt(handles[name], inventory)
+            for name in handles.keys() - inventories.keys() - dead:
+                self._ledger.await_word(name, handles[name])
             known = next((one.secret for one in inventories.values()), "")
             self._ledger.secret = known or secrets.token_urlsafe(32)
-            self._ledger.spawn(self._ledger.beat())
+            self._ledger.learn(one.group for one in inventories.values())
+            self._ledger.spawn(self._ledger.pulse.beat())
             self._ledger.spawn(self._drain.watch())
 
     async def finish(self, keep: bool) -> None:
@@ -162,6 +166,7 @@ class Coordinator:
         Raises:
             StaleAttemptError: A newer attempt has started.
         """
+        await self.open()
         self._check_attempt(attempt)
         return await self._ledger.replace(self._ledger.members[rank])
 
@@ -193,9 +198,10 @@ class Coordinator:
 
     async def abandon(self, generation: Generation, reason: str) -> None:
         """A rank did not take, or could not store, this generation. One that is complete all the same stays."""
-        ledger = self._ledger
-        if generation.attempt == ledger.books.attempt and generation not in ledger.books.complete():
-            ledger.books = books_.abandoned(ledger.books, generation, reason)
+        await self.open()
+        ledger, before = self._ledger, self._books
+        ledger.books = books_.given_up(before, generation, reason)
+        if ledger.books is not before:
             self._events.add("abandoned", step=generation.step, reason=reason)
             await ledger.notify()
 
@@ -219,6 +225,7 @@ class Coordinator:
 
     async def must_wait(self) -> bool:
         """Whether busy ranks wait instead of skipping. See `Books.must_wait`."""
+        await self.open()
         return self._books.must_wait()
 
     async def wait(self, generation: Generation, status: Status, timeout_s: float) -> tuple[int, int]:
@@ -233,6 +240,7 @@ class Coordinator:
         """
         good = (Status.COMPLETE, Status.PROTECTED) if status is Status.COMPLETE else (Status.PROTECTED,)
         deadline = time.monotonic() + timeout_s
+        await self.open()
         while True:
             reason = self._books.abandoned.get(generation)
             if reason:
@@ -251,6 +259,7 @@ class Coordinator:
         Raises:
             SnapshotLostError: It is not complete (any more).
         """
+        await self.open()
         self._check_attempt(attempt)
         located = await self._ledger.locate(generation, Lease(f"restore {attempt} {rank}", generation, attempt))
         if located is None:
@@ -268,6 +277,7 @@ class Coordinator:
             RestoreError: Ranks restored different generations.
             RestoreTimeoutError: Ranks that have not come in time; they are named.
         """
+        await self.open()
         self._check_attempt(attempt)
         key = ("restore", attempt, number)
         try:
@@ -307,6 +317,7 @@ class Coordinator:
             SnapshotTimeoutError: Ranks that have not come in time; they are named.
         """
         try:
+            await self.open()
             self._check_attempt(attempt)
             found = await self._barrier.gather(
                 ("processes", attempt), rank, process_index, self._num_members(), timeout_s

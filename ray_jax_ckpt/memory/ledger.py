@@ -6,38 +6,33 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import RayError
 
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import RestoreError
 from ray_jax_ckpt.memory import damage
 from ray_jax_ckpt.memory.barrier import Bell
 from ray_jax_ckpt.memory.messages import Group, Inventory, Located, Member, assemble_view
+from ray_jax_ckpt.memory.pulse import Pulse
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S, Roster, store_settings
 from ray_jax_ckpt.memory.wire import is_encrypted
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model import pushes
-from ray_jax_ckpt.model.books import Books, Held, Status
+from ray_jax_ckpt.model.books import Books, Held, Statement, Status
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 2.0
-# A store that has not answered for so many heartbeats in a row, of `ANSWER_TIMEOUT_S` each, is replaced.
-MAX_MISSED_HEARTBEATS = 3
 START_TRIES = 3
 SETTLE_DELAY_S = 0.01
-# When stores are gone or draining, pushes under way may go where they do not count: they are made up for sooner.
-DEGRADED_PATIENCE_S = 3.0
 
 
 class Ledger:
@@ -47,6 +42,8 @@ class Ledger:
         books: What the stores hold, by their own reports.
         roster: Whom to call.
         members: The current worker group.
+        unheard: Stores that live and have not answered this coordinator yet.
+        pulse: Notices which stores live.
     """
 
     def __init__(self, run: str, config: SnapshotConfig, record: Callable[..., None]) -> None:
@@ -57,19 +54,24 @@ class Ledger:
         self.changed = Bell()
         self._standing: tuple[Books | None, Mapping[Generation, Status]] = (None, {})
         self._config, self._record = config, record
-        self._me = ray.get_runtime_context().current_actor
+        self.me = ray.get_runtime_context().current_actor
         self._early: dict[str, list[Held]] = {}
         self._forming = asyncio.Lock()
         self._settling: asyncio.TimerHandle | None = None
-        self._missed: Counter[str] = Counter()
-        self._beating: set[str] = set()
+        self.pulse = Pulse(self)
         self._examining: set[tuple[str, Generation]] = set()
-        self._lacking: tuple[Generation, float] | None = None
+        self.unheard: set[str] = set()
+        self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._asked: dict[tuple[Generation, str, str, str | None, str], float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         # Nor is anything freed before a driver's first decision: it may only look, and what stores say they hold has
         # not been verified for it. A coordinator that was killed in mid-attempt goes on as before.
         self._keeping = not ray.get_runtime_context().was_current_actor_reconstructed
+
+    @property
+    def timeout_s(self) -> float:
+        """Bound of its waits."""
+        return self._config.timeout_s
 
     # Work in the background.
 
@@ -122,10 +124,24 @@ class Ledger:
         self.roster.know(handle, inventory)
         # The group's own view of a domain counts: the setting may have changed since the store was started.
         domain = next((m.domain for m in self.members if self.roster.name(m) == name), inventory.domain)
-        self.books = books_.store_joined(self.books, name, domain, inventory.attempt, inventory.incarnation)
+        numbers = inventory.incarnation, inventory.statement.number
+        self.books = books_.store_joined(self.books, name, domain, inventory.attempt, *numbers)
+        self.unheard.discard(name)
         # What it reported between its answer and this line is not in the answer.
         for report in (*inventory.held, *self._early.pop(inventory.incarnation, ())):
             self.books = books_.held(self.books, report)
+
+    def learn(self, groups: Iterable[Group | None]) -> None:
+        """What the stores know of the group that they serve, for a coordinator that has forgotten it.
+
+        The group is formed again: a member's store may have been silent before, and not have heard of it either.
+        """
+        known = [group for group in groups if group is not None and group.attempt == self.books.attempt]
+        if self._restarted and not self.members and known:
+            self.members = known[0].members
+            names = [self.roster.name(member) for member in self.members]
+            self.books = books_.group_learned(self.books, known[0].attempt, names, known[0].choice)
+            self.spawn(self.form_group(known[0].attempt))
 
     async def report(self, report: Held) -> None:
         """A store says what it holds."""
@@ -138,14 +154,26 @@ class Ledger:
 
     def _note(self, report: Held) -> bool:
         """Takes a report into the books. Whether it has shown copies to be bad, for which `repair` is to be called."""
-        before, generation = self.books, report.generation
+        before = self.books
         self.books = books_.held(before, report)
-        for gone in self.books.abandoned.keys() - before.abandoned.keys():
-            logger.warning("Step %d cannot be restored: %s.", gone.step, self.books.abandoned[gone])
-            self._record("abandoned", step=gone.step, reason=self.books.abandoned[gone])
+        self.say_abandoned(self.books.abandoned.keys() - before.abandoned.keys())
+        return self._look(before, report.generation)
+
+    def _look(self, before: Books, generation: Generation) -> bool:
         news = damage.news(before, self.books, generation)
         damage.say_damaged(generation, news.damaged, self._record)
         return bool(news)
+
+    async def hear(self, statements: Iterable[Statement]) -> None:
+        """Stores say everything that they hold."""
+        for statement in statements:
+            before, self.books = self.books, books_.stated(self.books, statement)
+            self.say_abandoned(self.books.abandoned.keys() - before.abandoned.keys())
+            for report in statement.held:
+                if self._look(before, report.generation):
+                    self.spawn(self.repair(report.generation))
+            if self.books is not before:
+                await self.notify()
 
     async def repair(self, generation: Generation) -> None:
         """Has bad copies of a generation replaced by good ones, where there are any."""
@@ -156,19 +184,28 @@ class Ledger:
                 self._note(report)
         self._copy(pushes.repairs_due(self.books, generation))
 
-    def lose(self, name: str, *, dead: bool) -> None:
-        """A store is dead, or does not answer and is left out."""
+    def say_abandoned(self, generations: Iterable[Generation]) -> None:
+        """Warns of generations, and records them."""
+        for gone in generations:
+            logger.warning("Step %d cannot be restored: %s.", gone.step, self.books.abandoned[gone])
+            self._record("abandoned", step=gone.step, reason=self.books.abandoned[gone])
+
+    def lose(self, name: str, *, dead: bool, sure: bool = True) -> None:
+        """A store is dead, or does not answer and is left out.
+
+        `sure`: all others have said what they hold, so that what only this one held is lost.
+        """
         self.roster.forget(name)
-        self._missed.pop(name, None)
+        self.unheard.discard(name)
         self._early.pop(self.books.incarnations.get(name, ""), None)
         if name in self.books.domains:
-            self.books = (books_.store_died if dead else books_.store_lost)(self.books, name)
+            self.books = (books_.store_died if dead and sure else books_.store_lost)(self.books, name)
             self._record("store_lost", store=name, dead=dead)
 
     async def end(self, name: str) -> None:
         """Ends a store that is taken to be dead; returns when its name is free."""
         handle = self.roster.handles.get(name)
-        self.lose(name, dead=True)
+        await self.pulse.mourn(name)
         if handle is not None:
             await self.roster.end(name, handle)
 
@@ -180,22 +217,35 @@ class Ledger:
         """
         handles, dead = dict(self.roster.handles), set()
         inventories = await self.roster.ask(
-            lambda store: store.inventory.remote(self._me, attempt),
+            lambda store: store.inventory.remote(self.me, attempt),
             handles,
             timeout_s=self._config.timeout_s,
-            enough=lambda answers: self.books.does_without(handles.keys() - answers.keys() - dead, dead),
+            enough=lambda answers: self.books.does_without(self._missing(answers) - dead, dead),
             dead=dead,
         )
-        silent = handles.keys() - inventories.keys() - dead
+        silent = self._missing(inventories) - dead
         if not self.books.does_without(silent, dead):
             raise RestoreError(
                 f"Stores {sorted(silent)} live but have not answered within {self._config.timeout_s:g} s, and without "
                 "them less, or nothing, could be restored. Raise SnapshotConfig.timeout_s if they are only slow."
             )
-        for name in handles.keys() - inventories.keys():
-            self.lose(name, dead=name in dead)
+        # First what the living ones hold: what a dead one held may be there, and nobody has heard of it yet.
         for name, inventory in inventories.items():
             self.adopt(handles[name], inventory)
+        for name in dead:
+            self.lose(name, dead=True)
+        for name in silent:
+            self.lose(name, dead=False)
+            self.await_word(name, handles[name])
+
+    def _missing(self, answers: Mapping[str, Any]) -> set[str]:
+        """Who should have answered. One that has only been started, and is on its way, holds nothing."""
+        return (self.books.domains.keys() | self.unheard) - answers.keys()
+
+    def await_word(self, name: str, handle: ActorHandle) -> None:
+        """A store that lived before and does not answer: it may hold anything, and is taken in when it does."""
+        self.roster.handles.setdefault(name, handle)
+        self.unheard.add(name)
 
     async def replace(self, member: Member) -> ActorHandle:
         """A member's store, which seemed dead to its worker: the same if it answers, else a new one."""
@@ -228,12 +278,14 @@ class Ledger:
                 return
             ranks = {self.roster.name(member): member.rank for member in self.members}
             addresses = {ranks[name]: inventory.address for name, inventory in answers.items()}
-            group = Group(attempt, addresses, store_settings(self._config))
+            choice = self.books.decided[1] if self.books.decided else None
+            group = Group(attempt, addresses, store_settings(self._config), self.members, choice)
             handles = {name: self.roster.handles[name] for name in answers if name in self.roster.handles}
             others = {name: handle for name, handle in self.roster.handles.items() if name not in ranks}
             for handle in others.values():
                 handle.leave_group.remote(attempt)
             await self.roster.ask(lambda store: store.join_group.remote(group), handles)
+            self.books = books_.group_formed(self.books, attempt, ranks)
         newest = self.books.newest()
         if newest is not None and (replaced or newest.attempt < attempt):
             await self.repair(newest)
@@ -245,7 +297,7 @@ class Ledger:
         members = {self.roster.name(member): member for member in self.members}
         for _ in range(START_TRIES):
             handles = {name: self.roster.of(member, self.secret, attempt) for name, member in members.items()}
-            answers = await self.roster.ask_when_started(lambda store: store.inventory.remote(self._me), handles)
+            answers = await self.roster.ask_when_started(lambda store: store.inventory.remote(self.me), handles)
             if attempt != self.books.attempt:
                 break
             for name, inventory in answers.items():
@@ -259,63 +311,7 @@ class Ledger:
                 await self.end(name)
         return answers
 
-    # Signs of life.
-
-    async def beat(self) -> None:
-        """Tells the stores that the run lives, notices those that do not, and makes up for what was lost on the way."""
-        while True:
-            for name, handle in list(self.roster.handles.items()):
-                if name not in self._beating:
-                    self.spawn(self._beat_one(name, handle))
-            await asyncio.sleep(HEARTBEAT_S)
-            try:
-                self._restore_overdue()
-            except Exception:
-                logger.exception("Looking for missing copies failed; trying again.")
-
-    async def _beat_one(self, name: str, handle: ActorHandle) -> None:
-        self._beating.add(name)
-        try:
-            reports = await asyncio.wait_for(handle.heartbeat.remote(), ANSWER_TIMEOUT_S)
-            self._missed.pop(name, None)
-            for report in reports:
-                if report.store in self.books.domains:
-                    await self.report(report)
-        except ActorDiedError:
-            # By now another store may have its name.
-            if self.roster.handles.get(name) is handle:
-                logger.warning("Store %s died; what only it held is lost.", name)
-                await self._dead(name)
-        except (RayError, TimeoutError) as error:
-            if self.roster.handles.get(name) is handle and name in self.books.domains:
-                logger.warning("Store %s does not answer: %r", name, error)
-                self._missed[name] += 1
-                if self._missed[name] >= MAX_MISSED_HEARTBEATS:
-                    ray.kill(handle)
-                    await self._dead(name)
-        finally:
-            self._beating.discard(name)
-
-    async def _dead(self, name: str) -> None:
-        self.lose(name, dead=True)
-        self.restore_copies()
-        await self.notify()
-
-    def _restore_overdue(self) -> None:
-        """Makes up for pushes that gave up: with too few copies, the newest generation would free nothing for ever."""
-        newest = pushes.lacking(self.books)
-        if newest is None:
-            self._lacking = None
-        elif self._lacking is None or self._lacking[0] != newest:
-            self._lacking = (newest, time.monotonic())
-        elif time.monotonic() - self._lacking[1] > self._patience():
-            self._lacking = None
-            self.spawn(self.repair(newest))
-            self.restore_copies()
-
-    def _patience(self) -> float:
-        timeout_s = self._config.timeout_s
-        return min(timeout_s, DEGRADED_PATIENCE_S) if self.books.degraded() else timeout_s
+    # Copies, and buffers.
 
     def restore_copies(self) -> None:
         """Has the newest complete generation copied to as many domains as there should be."""
@@ -428,7 +424,7 @@ class Ledger:
             logger.warning("Step %d is damaged; all ranks go back to an older one.", choice.step)
         self.books = books_.attempt_started(self.books, attempt)[0]
         names = [self.roster.name(member) for member in self.members]
-        self.books = books_.group_formed(self.books, attempt, names)
+        self.books = books_.group_forming(self.books, attempt, names)
         await self.notify()
         if choice is None:
             return None

@@ -9,7 +9,7 @@ from ray.actor import ActorHandle
 
 from ray_jax_ckpt.config import TlsConfig
 from ray_jax_ckpt.memory.arena import SegmentHandle
-from ray_jax_ckpt.model.books import Held
+from ray_jax_ckpt.model.books import Held, Statement
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease, Phase, Slot
 
@@ -143,11 +143,15 @@ class Group:
         attempt: The group's.
         addresses: Flight address of each rank's store.
         settings: How it works from now on.
+        members: The ranks. Kept for a coordinator that is killed and started again in mid-attempt.
+        choice: What the attempt restored.
     """
 
     attempt: int
     addresses: Mapping[int, str]
     settings: StoreSettings = field(default_factory=StoreSettings)
+    members: tuple[Member, ...] = ()
+    choice: Generation | None = None
 
 
 @dataclass(frozen=True)
@@ -184,8 +188,18 @@ class Inventory:
     address: str
     attempt: int
     secret: str = field(repr=False)
-    incarnation: str
-    held: tuple[Held, ...]
+    statement: Statement
+    group: Group | None = None
+
+    @property
+    def incarnation(self) -> str:
+        """Which of the stores that have had its name."""
+        return self.statement.incarnation
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What it holds, by generation."""
+        return self.statement.held
 
 
 def assemble_view(

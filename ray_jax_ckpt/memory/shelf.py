@@ -15,7 +15,7 @@ from ray_jax_ckpt.memory.arena import Arena, Segment, capacity_of
 from ray_jax_ckpt.memory.content import Content
 from ray_jax_ckpt.memory.messages import Place, RankIndex
 from ray_jax_ckpt.model import slots as slots_
-from ray_jax_ckpt.model.books import Held
+from ray_jax_ckpt.model.books import Held, Statement
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Slots
 
@@ -56,6 +56,7 @@ class Shelf:
         # One buffer is made at a time: the one that is needed now may be the one that is being made in advance.
         self._making = threading.Lock()
         self._hurrying = 0
+        self._said = 0
 
     @property
     def num_bytes(self) -> int:
@@ -246,12 +247,21 @@ class Shelf:
             raise SnapshotLostError(f"{self.slots.name} does not hold generation {generation} any more.")
         return pieces
 
-    def report(self, generation: Generation, incarnation: str) -> Held | None:
+    def statement(self, incarnation: str) -> Statement:
+        """Everything that is held, in words for the books."""
+        with self.changed:
+            number = self._said = self._said + 1
+            found = [self.report(generation, incarnation, number) for generation in sorted(self.slots.generations())]
+        return Statement(self.slots.name, incarnation, number, tuple(report for report in found if report))
+
+    def report(self, generation: Generation, incarnation: str, number: int = 0) -> Held | None:
         """What is held of a generation, in words for the books; None if it is nothing."""
         with self.changed:
             contents = [content for content, _ in self.held(generation)]
             if not contents:
                 return None
+            if not number:
+                number = self._said = self._said + 1
             indices = [index for content in contents for index in content.indices]
             parts = frozenset(part for content in contents for part in content.places)
             damaged = frozenset(part for content in contents for part in content.holes) - parts
@@ -271,6 +281,7 @@ class Shelf:
             damaged=damaged,
             digests=digests,
             claims=claims,
+            number=number,
         )
 
     # Damage.

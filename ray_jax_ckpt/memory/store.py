@@ -27,7 +27,7 @@ from ray_jax_ckpt.memory.tls import load_tls
 from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader
 from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model import slots as slots_
-from ray_jax_ckpt.model.books import Held
+from ray_jax_ckpt.model.books import Held, Statement
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.pushes import PushJob
 from ray_jax_ckpt.model.shards import Generation
@@ -112,20 +112,20 @@ class ReplicaStore:
         with self._shelf.changed:
             self._coordinator = coordinator or self._coordinator
             self._shelf.update(lambda slots: slots_.fence(slots, attempt))
-            held = self._reports()
+            statement = self._shelf.statement(self._incarnation)
             options, attempt = self._options, self._shelf.slots.attempt
-        address, incarnation = self._server.address, self._incarnation
+        address = self._server.address
         return Inventory(
-            options.name, options.node_id, options.domain, address, attempt, self._secret, incarnation, held
+            options.name, options.node_id, options.domain, address, attempt, self._secret, statement, self._group
         )
 
-    def heartbeat(self) -> tuple[Held, ...]:
+    def heartbeat(self) -> Statement:
         """The run's controller is alive.
 
         Returns what is held: a report, or a release, may have been lost on its way.
         """
         self._last_heartbeat = time.monotonic()
-        return self._reports()
+        return self._shelf.statement(self._incarnation)
 
     def held_bytes(self) -> int:
         """Memory of all buffers, free ones included."""
@@ -278,11 +278,6 @@ class ReplicaStore:
     def _rank(self) -> int | None:
         addresses = self._group.addresses if self._group is not None else {}
         return next((rank for rank, address in addresses.items() if address == self._server.address), None)
-
-    def _reports(self) -> tuple[Held, ...]:
-        with self._shelf.changed:
-            found = [self._shelf.report(one, self._incarnation) for one in sorted(self._shelf.slots.generations())]
-        return tuple(report for report in found if report is not None)
 
     def _tell(self, generation: Generation) -> None:
         report = self._shelf.report(generation, self._incarnation)

@@ -9,117 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
-from ray_jax_ckpt.model.placement import host_part_id
+from ray_jax_ckpt.model.entries import NOWHERE, Entry, Heard, Held, Statement, Status
 from ray_jax_ckpt.model.shards import Generation
 
-NOWHERE: frozenset[str] = frozenset()
+# Older ones are older than everything that anybody still talks about.
+MAX_FREED = 64
 
-
-class Status(StrEnum):
-    """What a generation is good for.
-
-    PENDING: some part has no verified copy yet. COMPLETE: every part has one. PROTECTED: every part has
-    min(copies, living failure domains) in distinct domains, draining stores not counted. ABANDONED: it can never become
-    complete or was rejected.
-    """
-
-    PENDING = "pending"
-    COMPLETE = "complete"
-    PROTECTED = "protected"
-    ABANDONED = "abandoned"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What is known of one generation.
-
-    Attributes:
-        world_size: Ranks that have to contribute.
-        holders: Stores that hold a verified copy, per part. A part without any is known and missing.
-        structure: Digest of the global tree and its placement, the same on all ranks; "" until the first rank told.
-        damaged: Living stores that have room for a part but no good copy of it, per part: to be repaired there.
-        digests: Digest of the copy of a part on each store that told, damaged ones that it still has included.
-        claims: Per part, the lowest rank that has told what it captured, and the digest of that. Where ranks hold
-            replicas of a part this decides which of them are right: ranks must never restore a mix.
-    """
-
-    world_size: int
-    holders: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    structure: str = ""
-    damaged: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    claims: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-
-    def expected(self) -> set[str]:
-        """Parts it needs: those announced, and every rank's host part (which announces the rest)."""
-        return {host_part_id(rank) for rank in range(self.world_size)} | self.holders.keys()
-
-    # A large group reports thousands of times about a generation of thousands of parts: the transitions below look at
-    # the parts that they are about, and copy the rest in one piece.
-
-    def differing(self, parts: Iterable[str] | None = None) -> dict[str, frozenset[str]]:
-        """Stores whose copy of a part is another than what its lowest rank captured, by part: of all, or of these."""
-        claims = self.claims if parts is None else {part: self.claims[part] for part in parts if part in self.claims}
-        found = {
-            part: frozenset(store for store, digest in self.digests.get(part, {}).items() if digest != right)
-            for part, (_, right) in claims.items()
-        }
-        return {part: stores for part, stores in found.items() if stores}
-
-    def without(self, store: str, parts: Iterable[str]) -> Entry:
-        """A store has no good copy of these parts."""
-        gone = frozenset(parts)
-        holders = {part: self.holders[part] - {store} for part in gone & self.holders.keys()}
-        damaged = {part: self.damaged[part] - {store} for part in gone & self.damaged.keys()}
-        digests = {
-            part: {other: digest for other, digest in self.digests[part].items() if other != store}
-            for part in gone & self.digests.keys()
-        }
-        return replace(
-            self,
-            holders={**self.holders, **holders},
-            damaged={**self.damaged, **damaged},
-            digests={**self.digests, **digests},
-        )
-
-    def repairable(self, stores: Mapping[str, Iterable[str]]) -> Entry:
-        """These stores have no good copy of these parts (by part), but room for one."""
-        if not stores:
-            return self
-        holders = {part: self.holders[part] - frozenset(stores[part]) for part in stores.keys() & self.holders.keys()}
-        more = {part: self.damaged.get(part, NOWHERE) | frozenset(found) for part, found in stores.items()}
-        return replace(self, holders={**self.holders, **holders}, damaged={**self.damaged, **more})
-
-
-@dataclass(frozen=True)
-class Held:
-    """A store's report: it holds verified copies of these parts.
-
-    Attributes:
-        store: Who.
-        generation: Of what.
-        world_size: Ranks of the group that took it.
-        parts: Parts it holds, all verified.
-        announced: Parts that the generation needs, as far as this store's indices say.
-        structure: Digest that must be equal on all ranks.
-        incarnation: Which of the stores that have had this name.
-        damaged: Parts that it found bad and would take again.
-        digests: Digest of each part that it holds, as far as parts are digested.
-        claims: What ranks have captured, as far as their indices are here: see `Entry.claims`.
-    """
-
-    store: str
-    generation: Generation
-    world_size: int
-    parts: frozenset[str]
-    announced: frozenset[str]
-    structure: str
-    incarnation: str = ""
-    damaged: frozenset[str] = NOWHERE
-    digests: Mapping[str, str] = field(default_factory=dict)
-    claims: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+__all__ = ["Books", "Entry", "Heard", "Held", "Statement", "Status"]
 
 
 @dataclass(frozen=True)
@@ -137,6 +34,10 @@ class Books:
         entries: By generation.
         decided: The attempt that chose last what to restore, and its choice.
         incarnations: Which of the stores that have had a name is the living one.
+        heard: What each living store has said.
+        freed: Generations that stores were told to free, the newest of them. What is still said of them counts no more:
+            it may have been on its way, and what it tells of be gone.
+        lingering: Those of them that a store has named since: it is told again.
         abandoned: Generations that can never be restored, and why; forgotten once a newer one is complete.
         reject_differing: Whether a generation is abandoned when ranks captured replicas that differ. Else what the
             lowest rank captured counts, and the others are as good as damaged.
@@ -151,6 +52,9 @@ class Books:
     decided: tuple[int, Generation | None] | None = None
     abandoned: Mapping[Generation, str] = field(default_factory=dict)
     incarnations: Mapping[str, str] = field(default_factory=dict)
+    heard: Mapping[str, Heard] = field(default_factory=dict)
+    freed: frozenset[Generation] = frozenset()
+    lingering: frozenset[Generation] = frozenset()
     reject_differing: bool = False
 
     # What follows from them.
@@ -219,6 +123,26 @@ class Books:
         found = {store for stores in entry.holders.values() for store in stores} if entry is not None else set()
         return sorted(found & self.domains.keys(), key=lambda name: (name in self.leaving(), name))
 
+    def passed(self) -> frozenset[Generation]:
+        """Generations that can never become complete, if these books are right: the message that said so was lost.
+
+        A rank stores its generations in order, and all its parts of one at once. So a part of which nobody has a copy
+        never comes when its rank has stored a newer generation, or when an index that is held announces it.
+        """
+        newest: dict[tuple[int, str], Generation] = {}
+        for generation in sorted(self.entries):
+            holders = self.entries[generation].holders
+            newest |= {(generation.attempt, part): generation for part, stores in holders.items() if stores}
+        return frozenset(
+            older
+            for older, entry in self.entries.items()
+            if older not in self.abandoned
+            and any(
+                part in entry.holders or newest.get((older.attempt, part), older) > older
+                for part in self.missing(older)
+            )
+        )
+
     def complete(self) -> list[Generation]:
         """Generations that can be restored, newest first."""
         usable = (Status.COMPLETE, Status.PROTECTED)
@@ -237,8 +161,13 @@ class Books:
         return any(newest is None or generation > newest for generation in self.abandoned)
 
     def does_without(self, silent: Iterable[str], dead: Iterable[str]) -> bool:
-        """Whether what is restored is the same with and without stores that live and do not answer."""
+        """Whether what is restored is the same with and without stores that live and do not answer.
+
+        Not without one that never answered: it may hold anything.
+        """
         base = self
+        if set(silent) - self.domains.keys():
+            return False
         for name in dead:
             base = store_lost(base, name)
         rest = base
@@ -270,7 +199,7 @@ class Books:
     def releasable(self) -> frozenset[Generation]:
         """Generations whose buffers are free: abandoned, or replaced by a newer one."""
         newest_first = sorted(self.entries, reverse=True)
-        return frozenset(
+        return self.lingering | frozenset(
             older
             for older in newest_first
             if older in self.abandoned or any(self.replaces(newer, older) for newer in newest_first)
@@ -290,20 +219,39 @@ class Books:
 # Transitions.
 
 
-def store_joined(books: Books, store: str, domain: str, attempt: int = 0, incarnation: str = "") -> Books:
-    """A store is up (again) and has seen `attempt`; what it holds follows in its reports."""
+def store_joined(
+    books: Books, store: str, domain: str, attempt: int = 0, incarnation: str = "", number: int = 0
+) -> Books:
+    """A store is up (again) and has seen `attempt`; what it holds follows in its reports, from `number` on."""
     books = store_lost(books, store)
     return replace(
         books,
         domains={**books.domains, store: domain},
         incarnations={**books.incarnations, store: incarnation},
+        heard={**books.heard, store: Heard(number, number)},
         attempt=max(books.attempt, attempt),
     )
+
+
+def group_forming(books: Books, attempt: int, stores: Iterable[str]) -> Books:
+    """These stores are going to serve the worker group; some of them are still being started.
+
+    Until they are there the former group's count as well: with fewer domains than there will be, an older generation
+    would be freed for a newer one that is less safe.
+    """
+    return replace(books, group=books.group | frozenset(stores)) if attempt == books.attempt else books
 
 
 def group_formed(books: Books, attempt: int, stores: Iterable[str]) -> Books:
     """These stores serve the current worker group."""
     return replace(books, group=frozenset(stores)) if attempt == books.attempt else books
+
+
+def group_learned(books: Books, attempt: int, stores: Iterable[str], choice: Generation | None) -> Books:
+    """Books that were rebuilt in mid-attempt learn from the stores which group they serve, and what was decided."""
+    if attempt != books.attempt:
+        return books
+    return replace(books, group=frozenset(stores), decided=(attempt, choice))
 
 
 def store_lost(books: Books, store: str) -> Books:
@@ -315,7 +263,8 @@ def store_lost(books: Books, store: str) -> Books:
             entries[generation] = entry
     domains = {name: domain for name, domain in books.domains.items() if name != store}
     incarnations = {name: one for name, one in books.incarnations.items() if name != store}
-    return replace(books, domains=domains, incarnations=incarnations, entries=entries)
+    heard = {name: numbers for name, numbers in books.heard.items() if name != store}
+    return replace(books, domains=domains, incarnations=incarnations, heard=heard, entries=entries)
 
 
 def store_died(books: Books, store: str) -> Books:
@@ -338,11 +287,19 @@ def draining(books: Books, stores: Iterable[str]) -> Books:
 def held(books: Books, report: Held) -> Books:
     """A store holds parts. Ranks that report different structures make the generation unusable, and it says so.
 
-    A report of a store that died, and whose name another one has, counts for nothing.
+    A report of a store that died, and whose name another one has, counts for nothing. Neither does one from before a
+    statement that has been heard: what it tells of may have been freed since.
     """
     generation = report.generation
     if generation.attempt > books.attempt or report.incarnation != books.incarnations.get(report.store):
         return books
+    heard = books.heard[report.store]
+    if report.number < heard.statement:
+        return books
+    heard = heard.after(report)
+    books = replace(books, heard={**books.heard, report.store: heard})
+    if generation in books.freed:
+        return replace(books, lingering=books.lingering | {generation})
     if books.decided is not None and books.decided[0] == books.attempt and generation.attempt < books.attempt:
         choice = books.decided[1]
         if choice is None or generation > choice:
@@ -359,6 +316,33 @@ def held(books: Books, report: Held) -> Books:
     if books.reject_differing and parts:
         return abandoned(books, generation, f"replicas of the parts {sorted(parts)} differ between ranks")
     return books
+
+
+def stated(books: Books, statement: Statement) -> Books:
+    """A store says everything that it holds: what is in the books beyond that is struck out.
+
+    Not by a statement that newer reports have overtaken: the store makes another one soon.
+    """
+    store = statement.store
+    if statement.incarnation != books.incarnations.get(store) or statement.number < books.heard[store].statement:
+        return books
+    if statement.number >= books.heard[store].newest:
+        named = {report.generation: report.parts | report.damaged for report in statement.held}
+        for generation, parts in books.heard[store].parts.items():
+            books = _struck_out(books, store, generation, parts - named.get(generation, NOWHERE))
+        books = replace(books, heard={**books.heard, store: Heard(statement.number, statement.number)})
+    for report in statement.held:
+        books = held(books, report)
+    return books
+
+
+def _struck_out(books: Books, store: str, generation: Generation, parts: frozenset[str]) -> Books:
+    entry = books.entries.get(generation)
+    if entry is None or not parts:
+        return books
+    entry = entry.without(store, parts)
+    entries = {g: other for g, other in books.entries.items() if g != generation}
+    return replace(books, entries={**entries, generation: entry} if any(entry.holders.values()) else entries)
 
 
 def _told(entry: Entry, report: Held) -> Entry:
@@ -391,10 +375,22 @@ def abandoned(books: Books, generation: Generation, reason: str) -> Books:
     return replace(books, abandoned={generation: reason, **books.abandoned})
 
 
+def given_up(books: Books, generation: Generation, reason: str) -> Books:
+    """A rank of the current attempt did not take, or could not store, this generation.
+
+    One that is complete all the same stays: a rank may have lost the answer.
+    """
+    if generation.attempt != books.attempt or generation in books.complete():
+        return books
+    return abandoned(books, generation, reason)
+
+
 def released(books: Books, generations: Iterable[Generation]) -> Books:
     """The stores were told to free these."""
-    gone = set(generations)
-    books = replace(books, entries={g: entry for g, entry in books.entries.items() if g not in gone})
+    gone = frozenset(generations)
+    freed = frozenset(sorted(books.freed | gone)[-MAX_FREED:])
+    entries = {g: entry for g, entry in books.entries.items() if g not in gone}
+    books = replace(books, entries=entries, freed=freed, lingering=books.lingering - gone)
     newest = books.newest()
     kept = {g: reason for g, reason in books.abandoned.items() if newest is None or g > newest or g in books.entries}
     return replace(books, abandoned=kept)

@@ -1,0 +1,78 @@
+"""Every run of the memory tier's protocol within bounds, and proof that the exploration would see broken rules.
+
+What is explored are the functions that stores and coordinator call. A fault is: a message that is late (for ever, or
+twice), a transfer or a copy that stalls, breaks or is lost, a step that a rank skips or fails, bytes that rot, the
+death of a store, of a whole node, of the coordinator, a store that lives and is silent, a rollback, a new worker group.
+What else can happen happens in every order.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.model.protocol.draft import Bounds
+from tests.model.protocol.explore import Broken, Explorer
+from tests.model.protocol.variants import TWO, VARIANTS
+
+# Work of seconds that a busy machine makes minutes of.
+pytestmark = pytest.mark.timeout(900)
+
+THREE = ((("a", "b", "c"),), (("a", "b", "c"),))
+SHRINKS = ((("a", "b", "c"),), (("a", "c"),), (("a", "b", "c"),))
+GROWS = ((("a", "b"),), (("a", "b", "c"),), (("a", "b"), ("b", "c")))
+
+DEATHS = frozenset({"kill_store", "kill_domain", "kill_coordinator", "silence"})
+DEFAULT = {
+    "two ranks": Bounds(TWO, faults=1),
+    "two ranks, two deaths": Bounds(TWO, steps=2, faults=2, ahead=1, kinds=DEATHS),
+    "a kept handle": Bounds(TWO, faults=1, ahead=1, forced=frozenset({1}), kinds=frozenset({"delay", "skip"})),
+    "two kept handles": Bounds(TWO, faults=1, ahead=1, forced=frozenset({1, 2}), keeps=False, kinds=frozenset()),
+    "three ranks": Bounds(THREE, steps=1, faults=2, kinds=DEATHS - {"silence"}),
+    "three, two, three ranks": Bounds(SHRINKS, steps=1, faults=2, kinds=frozenset({"kill_domain"})),
+    "two, three, two ranks": Bounds(GROWS, steps=1, faults=2, kinds=frozenset({"kill_domain"})),
+    "ranks skip at will": Bounds(
+        TWO[:1], steps=2, faults=0, ahead=1, kinds=frozenset({"stall", "skip"}), skips_freely=True
+    ),
+}
+FURTHER = {
+    "two ranks, two faults": Bounds(TWO, steps=2, faults=2),
+    "two ranks, two faults, three steps": Bounds(TWO, faults=2),
+    "a kept handle": Bounds(TWO, faults=1, forced=frozenset({1})),
+    "two kept handles": Bounds(TWO, faults=1, forced=frozenset({1, 2}), keeps=False),
+    "three ranks": Bounds(THREE, faults=1, ahead=1),
+    "three ranks, two faults": Bounds(THREE, steps=2, faults=2, ahead=1),
+    "three, two, three ranks": Bounds(SHRINKS, steps=2, faults=2, ahead=1, kinds=frozenset({"kill_domain"})),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_every_run_keeps_what_was_complete_and_can_go_on(name):
+    print(name, Explorer(DEFAULT[name]).run())
+
+
+@pytest.mark.skipif("RJC_EXPLORE" not in os.environ, reason="takes minutes: set RJC_EXPLORE=1")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", FURTHER)
+def test_every_longer_run_keeps_what_was_complete_and_can_go_on(name):
+    print(name, Explorer(FURTHER[name]).run())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_broken_rule_is_caught(name, monkeypatch):
+    variant = VARIANTS[name]
+    variant.breaks(monkeypatch)
+    with pytest.raises(Broken) as caught:
+        Explorer(variant.bounds).run()
+    print(caught.value)
+    assert str(caught.value).startswith(variant.finds)
+
+
+# Where something else is switched off as well, so that it shows.
+ELSEWHERE = ["freed_when_a_newer_one_is_protected", "pushed_in_any_order", "every_loss_counts"]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_the_right_rule_holds_where_the_broken_one_is_caught(name):
+    Explorer(VARIANTS[name].bounds).run()
