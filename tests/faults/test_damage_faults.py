@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_restores import start_elsewhere
+
+from faults.test_restores import start_elsewhere
 
 pytestmark = pytest.mark.timeout(240)
 
