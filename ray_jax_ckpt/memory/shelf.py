@@ -51,6 +51,7 @@ class Shelf:
         self._segments: dict[int, Segment] = {}
         self._contents: dict[int, Content] = {}
         self._sizes: dict[str, int] = {}
+        self._sized = 0
         self._retired = False
         self._prepared: set[str] = set()
         # One buffer is made at a time: the one that is needed now may be the one that is being made in advance.
@@ -110,7 +111,14 @@ class Shelf:
             MemoryLimitError: The node cannot give that much.
             StoreError: The slot was taken back meanwhile.
         """
-        self._sizes[source] = num_bytes
+        with self.changed:
+            used = self.slots.used.get(slot)
+            if used is not None and used.attempt > self._sized:
+                # A worker may be here before its store is told of the new group; peers' sizes are the old one's.
+                self._sized = used.attempt
+                self._sizes.clear()
+                self._prepared.clear()
+            self._sizes[source] = num_bytes
         if not self._arena.fits(num_bytes):
             # Another group, or another tree: what is free has the sizes of the last one.
             self._arena.trim(self._sizes.values())

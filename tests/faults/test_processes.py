@@ -101,7 +101,8 @@ def wait_for_state(pid: int, *states: str) -> bool:
 
 def raylet_tree(child: subprocess.Popen[bytes]) -> list[psutil.Process]:
     tree = [psutil.Process(child.pid)]
-    while len(tree) < 3:
+    # One that is still starting its child cannot be stopped until that runs its own program.
+    while len(tree) < 3 or any(member.status() != psutil.STATUS_SLEEPING for member in tree):
         tree = [tree[0], *tree[0].children(recursive=True)]
     return tree
 

@@ -10,6 +10,7 @@ import ray
 from harness import StubGroup, eventually, flip_byte, stub_group
 
 from ray_jax_ckpt.memory import fleet
+from ray_jax_ckpt.testing import kill_process
 
 TOTAL = 1 << 20  # bytes of the state, whoever shares it
 ROUNDING = 16 * 4096  # each buffer is whole pages
@@ -73,7 +74,7 @@ def test_a_store_that_dies_while_it_is_read_is_replaced_by_the_next_holder(nodes
         group.wait(group.snapshot(10))
         located = group.begin().located
         assert located is not None
-        os.kill(ray.get(group.store(0).pid.remote()), signal.SIGKILL)
+        kill_process(ray.get(group.store(0).pid.remote()))
         array, from_peers = group.read(located, 0)
         np.testing.assert_array_equal(array, np.full(array.shape, 10))
         assert from_peers
