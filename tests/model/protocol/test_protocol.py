@@ -12,7 +12,7 @@ import os
 
 import pytest
 
-from tests.model.protocol.draft import Bounds
+from tests.model.protocol.draft import EVERYTHING, Bounds
 from tests.model.protocol.explore import Broken, Explorer
 from tests.model.protocol.variants import TWO, VARIANTS
 
@@ -39,7 +39,7 @@ DEFAULT = {
 FURTHER = {
     "two ranks, two faults": Bounds(TWO, steps=2, faults=2),
     "two ranks, two faults, three steps": Bounds(TWO, faults=2),
-    "a kept handle": Bounds(TWO, faults=1, forced=frozenset({1})),
+    "a kept handle": Bounds(TWO, faults=1, forced=frozenset({1}), kinds=EVERYTHING - {"rollback"}),
     "two kept handles": Bounds(TWO, faults=1, forced=frozenset({1, 2}), keeps=False),
     "three ranks": Bounds(THREE, faults=1, ahead=1),
     "three ranks, two faults": Bounds(THREE, steps=2, faults=2, ahead=1),
