@@ -204,7 +204,8 @@ def test_the_run_went_from_four_to_two_to_four_workers(run):
 def test_every_group_restores_what_the_one_before_had_protected_bit_for_bit(run, expected):
     protected = {each["attempt"]: each["latest"] for each in run.seen("protected")}
     restored = run.seen("restored")
-    assert {each["attempt"] for each in restored} == {each["attempt"] for each in run.seen("started")} - {1}
+    # A group that is resized before it has restored trains nothing.
+    assert {each["attempt"] for each in restored} >= {each["attempt"] for each in run.seen("step")} - {1} != set()
     for each in restored:
         before = [step for attempt, step in protected.items() if attempt < each["attempt"]]
         assert each["step"] >= max(before)
