@@ -360,6 +360,24 @@ def answer(question):
         return None
 
 
+def test_a_coordinator_that_was_killed_still_knows_the_group_and_lets_go_of_a_step_that_it_forgot_was_skipped(
+    nodes, run
+):
+    with stub_group(run, nodes[:2]) as group:
+        group.begin()
+        group.wait(group.snapshot(10))
+        # Rank 1 skips the next step, and whom it told is killed.
+        group.snapshot(20, [0])
+        ray.get(group.coordinator.abandon.remote(group.generation(20), "skipped by rank 1"))
+        os.kill(ray.get(group.coordinator.pid.remote()), signal.SIGKILL)
+        eventually(lambda: answer(group.latest) == 10)
+        kill_store(group, 0)
+        group.decision.stores[0] = ray.get(group.coordinator.replace_store.remote(0, 1), timeout=60)
+        for step in (30, 40, 50):
+            assert group.wait(group.snapshot(step)) == (2, 2)
+        eventually(lambda: group.held(0) == group.held(1) == {50})
+
+
 def test_a_complete_generation_is_not_abandoned_by_a_rank_that_lost_the_answer(nodes, run):
     with stub_group(run, nodes[:2]) as group:
         group.begin()
