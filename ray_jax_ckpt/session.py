@@ -295,11 +295,10 @@ class Session:
         own += len(ranks) * self._room.num_bytes
         domains = len({member.domain for member in self.decision.members})
         peer += len(ranks) * self._room.num_bytes * (min(self.config.copies, domains) - 1)
-        staging = sum(plan.stored[rank][0] + self._room.num_bytes for rank in ranks)
-        total = BUFFERS * (own + peer) + staging
+        total = BUFFERS * (own + peer) + own
         text = (
             f"Snapshots take {_gb(total)} on this node ({len(ranks)} workers): {BUFFERS} x {_gb(own)} of its own "
-            f"shards, {BUFFERS} x {_gb(peer)} of peers, {_gb(staging)} of staging while one is copied"
+            f"shards, {BUFFERS} x {_gb(peer)} of peers, {_gb(own)} of staging while one is copied"
         )
         if self.rank == ranks[0]:
             logger.info("%s.", text)

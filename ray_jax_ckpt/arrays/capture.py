@@ -42,7 +42,7 @@ def pin(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         # The runtime's copy takes this on trust: it would crash the process.
         if x.is_deleted():
             raise RuntimeError(f"cannot capture {x.dtype}{list(x.shape)}: the array has been deleted or donated.")
-    plain = [tree.key_data(x) if tree.is_key(x) else x for x in arrays]
+    plain = [tree.plain(x) for x in arrays]
     copies: list[Any] = [None] * len(plain)
     for sharding, indices in _by_sharding(plain).items():
         copy_group = _copy_group if sharding.is_fully_addressable else _copy_shards

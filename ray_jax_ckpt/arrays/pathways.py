@@ -46,7 +46,7 @@ def capture_replicas(
 
     All leaves must pass `can_split`.
     """
-    pinned = [tree.key_data(x) if tree.is_key(x) else x for x in capture.pin([x for _, x in named])]
+    pinned = [tree.plain(x) for x in capture.pin([x for _, x in named])]
     by_mesh: dict[Any, list[int]] = {}
     for i, x in enumerate(pinned):
         by_mesh.setdefault(_mesh(x), []).append(i)

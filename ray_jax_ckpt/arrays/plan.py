@@ -197,7 +197,7 @@ def capture(plan: Plan, flat: tree.Flat) -> Captured:
 
     When it returns, the caller may do with the state what it likes.
     """
-    data = {leaf: _plain(flat.leaves[leaf]) for leaf in {item.leaf for item in plan.captures}}
+    data = {leaf: tree.plain(flat.leaves[leaf]) for leaf in {item.leaf for item in plan.captures}}
     staged = plan.staging.stage(_shards(plan.captures, data))
     # With `on_device` the transfer can wait. Else it begins at once, also for what was packed on the way.
     later = [i for i, is_copy in enumerate(staged.is_copy) if is_copy and plan.staging.whole]
@@ -228,10 +228,10 @@ def make_plan(flat: tree.Flat, topology: Topology, *, on_device: bool = False) -
         if spec.kind == "value":
             values.append(number)
         elif _is_global(leaf, topology):
-            array = _plain(leaf)
+            array = tree.plain(leaf)
             shared.append((number, maps.of(array.sharding, array.shape), array.dtype.itemsize))
         else:
-            local += [(number, *where) for where in _local_shards(_plain(leaf))]
+            local += [(number, *where) for where in _local_shards(tree.plain(leaf))]
     rank, world_size = topology.rank, len(topology.domains)
     group = (topology.domains, topology.copies, topology.leaving)
     parts = place(shards_of(shared, concerned(topology.domains[rank], *group), *group), *group)
@@ -256,13 +256,9 @@ def make_plan(flat: tree.Flat, topology: Topology, *, on_device: bool = False) -
         skeleton=json.dumps(Skeleton.of(flat).to_json()),
     )
     stored = _with_local(stored_bytes(parts), topology, sum(x[2] for x in local))
-    data = {item.leaf: _plain(flat.leaves[item.leaf]) for item in captures}
+    data = {item.leaf: tree.plain(flat.leaves[item.leaf]) for item in captures}
     staging = Staging(_shards(captures, data), whole=on_device)
     return Plan(layout, captures, tuple(values), stored, staging)
-
-
-def _plain(leaf: Any) -> Any:
-    return tree.key_data(leaf) if tree.is_key(leaf) else leaf
 
 
 def _signature(leaf: Any) -> Any:
@@ -304,7 +300,7 @@ def _device_numbers(parts: Sequence[Any], leaves: Sequence[Any]) -> dict[tuple[i
     return {
         (leaf, box): position
         for leaf in {shard.leaf for part in parts for shard in part.shards}
-        for box, _, position in _local_shards(_plain(leaves[leaf]))
+        for box, _, position in _local_shards(tree.plain(leaves[leaf]))
     }
 
 

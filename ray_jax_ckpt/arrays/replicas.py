@@ -144,7 +144,7 @@ class Piece:
 
 def capture_shards(named: Sequence[tuple[str, jax.Array]], *, replica_axis_index: int) -> list[ShardedLeaf]:
     """Dispatches copies of every shard that this process holds, of all replicas, and returns without waiting."""
-    plain = [tree.key_data(x) if tree.is_key(x) else x for _, x in named]
+    plain = [tree.plain(x) for _, x in named]
     shards = [_shards(x) for x in plain]
     pinned = iter(capture.pin([shard for of_leaf in shards for shard in of_leaf]))
     places: dict[Any, list[tuple[Box, int, Device]]] = {}

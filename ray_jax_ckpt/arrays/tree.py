@@ -47,6 +47,7 @@ __all__ = [
     "is_static",
     "key_data",
     "mismatch",
+    "plain",
     "typed_key_path",
     "with_weak_type",
     "wrap_key",
@@ -284,6 +285,11 @@ def is_key(leaf: Any) -> bool:
 def key_data(x: jax.Array) -> jax.Array:
     """Returns the data of a typed PRNG key array, on the same devices and kind of memory; shares its buffers."""
     return jax.random.key_data(x)
+
+
+def plain(leaf: Any) -> Any:
+    """The data of a typed PRNG key array, and anything else as it is."""
+    return key_data(leaf) if is_key(leaf) else leaf
 
 
 def wrap_key(data: jax.Array, impl: str) -> jax.Array:

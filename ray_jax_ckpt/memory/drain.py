@@ -179,25 +179,23 @@ class Drain:
     async def _complete_without(self, generation: Generation, ranks: set[int]) -> None:
         indices = await self._indices(generation)
         found = [stand_in(indices, rank) for rank in sorted(ranks)]
-        keeper = next((n for n in self._ledger.books.holding(generation) if n in self._ledger.roster.handles), None)
+        keeper: Any = next(iter(self._ledger.roster.among(self._ledger.books.holding(generation)).values()), None)
         if keeper is None or generation not in self._ledger.books.entries:
             return
         if any(index is None for index in found):
             reason = f"ranks {sorted(ranks)} are gone, and with them what only they had of it"
             self._ledger.books = books_.abandoned(self._ledger.books, generation, reason)
-            self._record("abandoned", step=generation.step, reason=reason)
+            self._ledger.say_abandoned([generation])
             await self._ledger.notify()
             return
         self._record("completed_without", step=generation.step, ranks=sorted(ranks))
         self._stood_in.add(generation)
         for index in found:
             if index is not None:
-                handle: Any = self._ledger.roster.handles[keeper]
-                await handle.stand_in.remote(index.to_bytes())
+                await keeper.stand_in.remote(index.to_bytes())
 
     async def _indices(self, generation: Generation) -> list[Index]:
-        names = self._ledger.books.holding(generation)
-        handles = {name: self._ledger.roster.handles[name] for name in names if name in self._ledger.roster.handles}
+        handles = self._ledger.roster.among(self._ledger.books.holding(generation))
         answers: Mapping[str, Any] = await self._ledger.roster.ask(lambda store: store.view.remote(generation), handles)
         raw = {index.rank: index.raw for _, found in answers.values() for index in found}
         return [Index.from_bytes(text) for _, text in sorted(raw.items())]

@@ -66,7 +66,7 @@ class Ledger:
         self._tasks: set[asyncio.Task[Any]] = set()
         # Nor is anything freed before a driver's first decision: it may only look, and what stores say they hold has
         # not been verified for it. A coordinator that was killed in mid-attempt goes on as before.
-        self._keeping = not ray.get_runtime_context().was_current_actor_reconstructed
+        self._keeping = not self._restarted
 
     @property
     def timeout_s(self) -> float:
@@ -179,7 +179,7 @@ class Ledger:
         """Has bad copies of a generation replaced by good ones, where there are any."""
         entry = self.books.entries.get(generation)
         if entry is not None and (differing := entry.differing()):
-            living = {name: self.roster.handles[name] for name in self.books.domains if name in self.roster.handles}
+            living = self.roster.among(self.books.domains)
             for report in await damage.drop_differing(self.roster, living, generation, differing, self._record):
                 self._note(report)
         self._copy(pushes.repairs_due(self.books, generation))
@@ -280,7 +280,7 @@ class Ledger:
             addresses = {ranks[name]: inventory.address for name, inventory in answers.items()}
             choice = self.books.decided[1] if self.books.decided else None
             group = Group(attempt, addresses, store_settings(self._config), self.members, choice)
-            handles = {name: self.roster.handles[name] for name in answers if name in self.roster.handles}
+            handles = self.roster.among(answers)
             others = {name: handle for name, handle in self.roster.handles.items() if name not in ranks}
             for handle in others.values():
                 handle.leave_group.remote(attempt)
@@ -400,7 +400,7 @@ class Ledger:
         The books are not asked: what is kept for a handle is on the stores after they have forgotten it. With a lease
         it stays there, and its digests are checked first.
         """
-        handles = {name: self.roster.handles[name] for name in self.books.domains if name in self.roster.handles}
+        handles = self.roster.among(self.books.domains)
         if lease is not None:
             leased = await self.roster.ask(lambda store: store.lease.remote(lease), handles)
             handles = {name: handles[name] for name in leased}
@@ -418,7 +418,7 @@ class Ledger:
         """
         faults.reach("decide", next((generation.step for generation in self.books.complete()), -1))
         while (choice := books_.attempt_started(self.books, attempt)[1]) is not None and self._config.verify:
-            await self.verify(choice, {n: h for n, h in self.roster.handles.items() if n in self.books.domains})
+            await self.verify(choice, self.roster.among(self.books.domains))
             if choice in self.books.complete():
                 break
             logger.warning("Step %d is damaged; all ranks go back to an older one.", choice.step)

@@ -94,7 +94,7 @@ class Pulse:
 
     async def _ask_all(self, names: Iterable[str]) -> bool:
         """Has stores say what they hold; whether all of them did."""
-        handles = {name: self._ledger.roster.handles[name] for name in names if name in self._ledger.roster.handles}
+        handles = self._ledger.roster.among(names)
         answers = await self._ledger.roster.ask(lambda store: store.heartbeat.remote(), handles)
         await self._ledger.hear(answers.values())
         return answers.keys() == set(names)

@@ -60,6 +60,10 @@ class Roster:
         """A store has said who it is."""
         self.handles[inventory.name], self.addresses[inventory.name] = handle, inventory.address
 
+    def among(self, names: Iterable[str]) -> dict[str, ActorHandle]:
+        """The handles of those of the names that are known."""
+        return {name: self.handles[name] for name in names if name in self.handles}
+
     def forget(self, name: str) -> None:
         """A store is gone."""
         self.handles.pop(name, None)

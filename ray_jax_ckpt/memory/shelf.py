@@ -51,7 +51,6 @@ class Shelf:
         self._segments: dict[int, Segment] = {}
         self._contents: dict[int, Content] = {}
         self._sizes: dict[str, int] = {}
-        self._sized = 0
         self._retired = False
         self._prepared: set[str] = set()
         # One buffer is made at a time: the one that is needed now may be the one that is being made in advance.
@@ -71,7 +70,12 @@ class Shelf:
     def update(self, transition: Callable[[Slots], Slots]) -> None:
         """Performs a transition, and frees the memory of slots that are gone by it. Raises what it raises."""
         with self.changed:
-            self.slots = transition(self.slots)
+            before, self.slots = self.slots.attempt, transition(self.slots)
+            if self.slots.attempt > before:
+                # Another group comes, with buffers of other sizes.
+                self._sizes.clear()
+                self._prepared.clear()
+                self._retired = False
             for key in [key for key in self._segments if key not in self.slots.used]:
                 self._contents.pop(key, None)
                 self._arena.free(self._segments.pop(key))
@@ -112,12 +116,6 @@ class Shelf:
             StoreError: The slot was taken back meanwhile.
         """
         with self.changed:
-            used = self.slots.used.get(slot)
-            if used is not None and used.attempt > self._sized:
-                # A worker may be here before its store is told of the new group; peers' sizes are the old one's.
-                self._sized = used.attempt
-                self._sizes.clear()
-                self._prepared.clear()
             self._sizes[source] = num_bytes
         if not self._arena.fits(num_bytes):
             # Another group, or another tree: what is free has the sizes of the last one.
@@ -203,13 +201,6 @@ class Shelf:
         # other sizes were an earlier group's.
         if known:
             self._arena.trim(useful)
-
-    def forget_sizes(self) -> None:
-        """Another group comes, with buffers of other sizes."""
-        with self.changed:
-            self._sizes.clear()
-            self._prepared.clear()
-            self._retired = False
 
     def retire(self) -> None:
         """No group comes: from now on there is no memory but that of what is held."""

@@ -149,7 +149,6 @@ class ReplicaStore:
             self._shelf.limit(group.settings.max_bytes)
             self._scrub.every(group.settings.scrub_interval_s)
             faults.identify(self._rank())
-            self._shelf.forget_sizes()
             self._shelf.update(lambda slots: slots_.fence(slots, group.attempt))
 
     def leave_group(self, attempt: int) -> None:

@@ -60,17 +60,12 @@ def _plain(value: Any) -> Any:
     return np.asarray(value).tobytes() if isinstance(value, float | complex) else value
 
 
-def _is_key(x: Any) -> bool:
-    import jax
-    import jax.numpy as jnp
-
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _key_implementation(x: Any) -> str | None:
     import jax
 
-    return str(jax.random.key_impl(x)) if _is_key(x) else None
+    from ray_jax_ckpt.arrays import tree
+
+    return str(jax.random.key_impl(x)) if tree.is_key(x) else None
 
 
 _TRAITS = {
@@ -84,9 +79,9 @@ _TRAITS = {
 
 
 def _pieces(x: Any) -> list[np.ndarray]:
-    import jax
+    from ray_jax_ckpt.arrays import tree
 
-    data = jax.random.key_data(x) if _is_key(x) else x
+    data = tree.plain(x)
     if data.is_fully_addressable:
         return [np.asarray(data)]
     return [np.asarray(shard.data) for shard in sorted(data.addressable_shards, key=lambda shard: shard.device.id)]

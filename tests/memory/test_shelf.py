@@ -71,7 +71,6 @@ def test_a_buffer_that_is_needed_while_it_is_made_is_waited_for_and_not_made_twi
 def test_generations_of_earlier_attempts_keep_it_from_being_made():
     store = Shelf("own", per_source=2, attempt=1)
     filled(store, 1, num_bytes=SIZE - 4096)
-    store.forget_sizes()
     store.update(lambda slots: slots_.fence(slots, 2))
     filled(store, 2, attempt=2, num_bytes=2 * SIZE)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("buffer for")]
