@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ray_jax_ckpt.arrays.assemble import Fetch
-from ray_jax_ckpt.arrays.values import decode_value, encode_value
 from ray_jax_ckpt.data_files import Saving, load_files, saves_files
 from ray_jax_ckpt.errors import CheckpointError, DataStateError, SnapshotLostError
 from ray_jax_ckpt.model.index import Index, Item, Layout, align
 from ray_jax_ckpt.model.recovery import Stored, Want
+from ray_jax_ckpt.values import decode_value, encode_value
 
 Reshard = Callable[..., Any]
 """Called as `f(states, rank=..., world_size=...)`: see `ray_jax_ckpt.restore`."""

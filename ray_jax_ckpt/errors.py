@@ -14,11 +14,14 @@ Each class is also the builtin a caller would expect, so ``except TimeoutError``
     ├── DataStateError           (ValueError)           per-process `data` that cannot be saved or put back
     ├── SnapshotError            (RuntimeError)         a snapshot that failed after it was taken
     │   ├── SnapshotTimeoutError (TimeoutError)         ... because something did not happen in time
-    │   └── MemoryLimitError     (MemoryError)          ... because it needs more memory than it may have
+    │   ├── MemoryLimitError     (MemoryError)          ... because it needs more memory than it may have
+    │   ├── PersistError         (OSError)              ... because storage did not take it
+    │   └── PersistExistsError   (FileExistsError)      ... because there is one already where it was to be written
     ├── RestoreError             (RuntimeError)         a restore that failed
     │   ├── RestoreTimeoutError  (TimeoutError)         ... because something did not happen in time
     │   ├── SnapshotLostError    (FileNotFoundError)    ... because no living store holds a part of it
-    │   └── IntegrityError       (ValueError)           ... because the bytes are not those that were captured
+    │   ├── IntegrityError       (ValueError)           ... because the bytes are not those that were captured
+    │   └── NoCheckpointError    (FileNotFoundError)    ... because there is no checkpoint on storage
     ├── StoreError               (RuntimeError)         a snapshot store refused or failed
     │   ├── StaleAttemptError    (RuntimeError)         ... because the caller belongs to an older attempt
     │   ├── AlreadyHeldError     (FileExistsError)      ... because it has what it was to be sent
@@ -67,6 +70,14 @@ class MemoryLimitError(SnapshotError, MemoryError):
     """Snapshots would need more memory than ``max_bytes`` allows or than the node has."""
 
 
+class PersistError(SnapshotError, OSError):
+    """A checkpoint that could not be written to storage."""
+
+
+class PersistExistsError(SnapshotError, FileExistsError):
+    """A checkpoint that was to be written where there is one."""
+
+
 class RestoreError(CheckpointError, RuntimeError):
     """A restore that failed."""
 
@@ -81,6 +92,10 @@ class SnapshotLostError(RestoreError, FileNotFoundError):
 
 class IntegrityError(RestoreError, ValueError):
     """Bytes that are not the ones that were captured."""
+
+
+class NoCheckpointError(RestoreError, FileNotFoundError, ValueError):
+    """A path on storage at which there is no directory, or no checkpoint."""
 
 
 class StoreError(CheckpointError, RuntimeError):

@@ -20,9 +20,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray_jax_ckpt.arrays.finite import check_finite
 from ray_jax_ckpt.arrays.plan import Captured
 from ray_jax_ckpt.data_state import DataCapture, DataRoom, write_blobs
+from ray_jax_ckpt.digest import copy_and_digest
 from ray_jax_ckpt.errors import CheckpointError, SnapshotError, SnapshotTimeoutError, StoreError
 from ray_jax_ckpt.memory.arena import Mapping, open_segment
-from ray_jax_ckpt.memory.digest import copy_and_digest
 from ray_jax_ckpt.memory.messages import Grant
 from ray_jax_ckpt.memory.store import writer_identity
 from ray_jax_ckpt.model.index import Index, Layout

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ray_jax_ckpt.arrays.tree import LeafSpec
-from ray_jax_ckpt.arrays.values import decode_value
 from ray_jax_ckpt.errors import SnapshotError
 from ray_jax_ckpt.model.index import Layout
+from ray_jax_ckpt.values import decode_value
 
 # Stays in a core's cache between the two passes, and is large enough that numpy works without the GIL.
 _CHUNK_BYTES = 256 << 10

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from ray_jax_ckpt.arrays import capture, tree
-from ray_jax_ckpt.arrays.values import dtype_name
 from ray_jax_ckpt.model.shards import Box, box_of, covers, extent, intersect, whole, within
+from ray_jax_ckpt.values import dtype_name
 
 # jax.Device is no type to type checkers.
 Device = Any

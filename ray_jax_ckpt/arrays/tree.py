@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +25,9 @@ from jax.tree_util import (
     tree_flatten_with_path,
 )
 
-from ray_jax_ckpt.arrays.values import (
+from ray_jax_ckpt.errors import UnsupportedLeafError
+from ray_jax_ckpt.model.leaves import LeafSpec, checked_key_path
+from ray_jax_ckpt.values import (
     VALUE_TYPES,
     decode_value,
     dtype_name,
@@ -33,7 +35,6 @@ from ray_jax_ckpt.arrays.values import (
     is_plain_dtype,
     value_type_name,
 )
-from ray_jax_ckpt.errors import UnsupportedLeafError
 
 __all__ = [
     "Flat",
@@ -52,8 +53,6 @@ __all__ = [
     "with_weak_type",
     "wrap_key",
 ]
-
-LeafKind = Literal["array", "key", "numpy", "value"]
 
 _MAX_MISMATCH_LINES = 10
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
@@ -116,61 +115,6 @@ def _same(one: Any, other: Any) -> bool:
 def _is_iterator(node: Any) -> bool:
     # JAX warns of these as leaves, and is going to refuse them in words that name neither path nor remedy.
     return isinstance(node, Iterator) and all_leaves([node])
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafSpec:
-    """What a leaf is, without its content.
-
-    Attributes:
-        path: `keystr` of the leaf.
-        kind: "array" (jax.Array), "key" (typed PRNG key array), "numpy" (np.ndarray), "value" (scalar, str, bytes).
-        shape: Global shape; of a key the shape of the key array, without the dimensions of its data; of a value ().
-        dtype: Name of the element type that `np.dtype` understands; of a key that of its data; of a value its type.
-        weak_type: Whether a jax.Array is weakly typed.
-        key_impl: Name of the PRNG implementation of a key, else None.
-        key_path: The key path as JSON: `["d", name]` and `["di", 3]` dictionary keys, `["s", 0]` sequence,
-            `["a", name]` attribute, `["f", 1]` flattened index, `["r", text]` anything else.
-    """
-
-    path: str
-    kind: LeafKind
-    shape: tuple[int, ...]
-    dtype: str
-    weak_type: bool
-    key_impl: str | None
-    key_path: list[list[Any]]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns a plain dictionary that JSON can hold."""
-        return vars(self) | {"shape": list(self.shape), "key_path": [list(key) for key in self.key_path]}
-
-    @classmethod
-    def from_json(cls, json: Mapping[str, Any]) -> LeafSpec:
-        """Reads what `to_json` wrote; unknown fields of newer versions are ignored.
-
-        Raises:
-            ValueError: a field is missing, or is not of its type.
-        """
-        try:
-            fields = {field.name: json[field.name] for field in dataclasses.fields(cls)}
-            key_path = checked_key_path(json["key_path"])
-            spec = cls(**fields | {"shape": tuple(json["shape"]), "key_path": key_path})
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not the description of a leaf ({error!r}): {json!r:.200}") from error
-        if spec.kind not in ("array", "key", "numpy", "value") or not all(
-            type(n) is int and n >= 0 for n in spec.shape
-        ):
-            raise ValueError(f"not the description of a leaf: {json!r:.200}")
-        return spec
-
-    def __str__(self) -> str:
-        if self.kind == "value":
-            return f"a value of type {self.dtype}"
-        shape = ",".join(map(str, self.shape))
-        if self.kind == "key":
-            return f"a {self.key_impl} PRNG key array [{shape}]"
-        return f"{self.dtype}[{shape}]"
 
 
 def describe(path: str, key_path: Sequence[Any], leaf: Any) -> LeafSpec:
@@ -258,20 +202,6 @@ def _typed_key(key: Any) -> list[Any]:
                     "str or int keys."
                 )
             return ["r", str(key)]
-
-
-_KEY_TYPES: Mapping[str, type] = {"d": str, "di": int, "s": int, "a": str, "f": int, "r": str}
-
-
-def checked_key_path(json: Any) -> list[list[Any]]:
-    """The inverse of `typed_key_path`. Raises TypeError, KeyError or ValueError for anything else."""
-    return [_checked_key(tag, key) for tag, key in json]
-
-
-def _checked_key(tag: Any, key: Any) -> list[Any]:
-    if type(key) is not _KEY_TYPES[tag]:
-        raise TypeError(f"{key!r} is no key of kind {tag!r}")
-    return [tag, key]
 
 
 def is_key(leaf: Any) -> bool:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ray_jax_ckpt.digest import digest
 from ray_jax_ckpt.errors import IntegrityError
-from ray_jax_ckpt.memory.digest import digest
 from ray_jax_ckpt.memory.messages import RankIndex
 from ray_jax_ckpt.memory.transfer import PartSpan, PushHeader
 from ray_jax_ckpt.model.index import Index, PartLayout

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as fl
 
+from ray_jax_ckpt.digest import digest
 from ray_jax_ckpt.errors import StoreError
 from ray_jax_ckpt.memory import wire
-from ray_jax_ckpt.memory.digest import digest
 from ray_jax_ckpt.memory.stream import SCHEMA, fill, pack, to_batch
 from ray_jax_ckpt.memory.tls import Tls
 from ray_jax_ckpt.memory.wire import PushHeader

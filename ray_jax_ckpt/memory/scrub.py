@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ray_jax_ckpt.digest import Digester
 from ray_jax_ckpt.memory.content import Check, Content
-from ray_jax_ckpt.memory.digest import Digester
 from ray_jax_ckpt.memory.shelf import Shelf
 from ray_jax_ckpt.model.shards import Generation
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ray_jax_ckpt.digest import Digester, as_bytes, copy_into_digest
 from ray_jax_ckpt.errors import IntegrityError, StoreError
-from ray_jax_ckpt.memory.digest import Digester, as_bytes, copy_into_digest
 from ray_jax_ckpt.memory.wire import PushHeader
 
 CHUNK_BYTES = 8 << 20

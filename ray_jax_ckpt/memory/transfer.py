@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as fl
 
+from ray_jax_ckpt.digest import as_bytes
 from ray_jax_ckpt.errors import (
     AuthenticationError,
     CheckpointError,
@@ -29,7 +30,6 @@ from ray_jax_ckpt.errors import (
     StoreError,
 )
 from ray_jax_ckpt.memory import wire
-from ray_jax_ckpt.memory.digest import as_bytes
 from ray_jax_ckpt.memory.flight_server import FlightServer, Provider
 from ray_jax_ckpt.memory.stream import SCHEMA, Guard, cut, scatter, to_batch
 from ray_jax_ckpt.memory.tls import Tls

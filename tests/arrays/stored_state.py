@@ -13,7 +13,7 @@ import numpy as np
 from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.arrays.assemble import Assembler, Options
 from ray_jax_ckpt.arrays.plan import Plan, Planner, Topology, capture
-from ray_jax_ckpt.memory.digest import copy_and_digest
+from ray_jax_ckpt.digest import copy_and_digest
 from ray_jax_ckpt.model.index import Index, Layout, lay_out
 from ray_jax_ckpt.model.recovery import Want, plan_reads
 from ray_jax_ckpt.model.shards import Generation, box_of, extent, whole, within

@@ -18,7 +18,7 @@ from stored_state import ALONE
 from ray_jax_ckpt.arrays import plan as plan_module
 from ray_jax_ckpt.arrays import staging, tree
 from ray_jax_ckpt.arrays.plan import Planner, capture
-from ray_jax_ckpt.memory.digest import copy_and_digest
+from ray_jax_ckpt.digest import copy_and_digest
 
 COPY = functools.partial(copy_and_digest, verify=True)
 

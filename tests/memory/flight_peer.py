@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ray_jax_ckpt.digest import digest
 from ray_jax_ckpt.errors import SnapshotLostError, StaleAttemptError
-from ray_jax_ckpt.memory.digest import digest
 from ray_jax_ckpt.memory.transfer import FlightServer, PartSpan, PushHeader, fetch, push
 
 SECRET = "the run's secret"

@@ -31,9 +31,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.flight as fl
 
+from ray_jax_ckpt.digest import digest
 from ray_jax_ckpt.memory import wire
 from ray_jax_ckpt.memory.content import Content, push_message
-from ray_jax_ckpt.memory.digest import digest
 from ray_jax_ckpt.memory.intake import Intake
 from ray_jax_ckpt.memory.shelf import Shelf
 from ray_jax_ckpt.memory.stream import SCHEMA, to_batch

@@ -12,10 +12,10 @@ import numpy as np
 import ray
 
 from ray_jax_ckpt.config import SnapshotConfig
+from ray_jax_ckpt.digest import copy_and_digest
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.memory.arena import open_segment
 from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
-from ray_jax_ckpt.memory.digest import copy_and_digest
 from ray_jax_ckpt.memory.messages import Decision, Grant, Located, Member
 from ray_jax_ckpt.memory.reader import Reader
 from ray_jax_ckpt.memory.store import writer_identity

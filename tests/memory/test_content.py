@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ray_jax_ckpt.digest import digest
 from ray_jax_ckpt.errors import AlreadyHeldError, IntegrityError, MemoryLimitError, StaleAttemptError
 from ray_jax_ckpt.memory import scrub as scrub_
 from ray_jax_ckpt.memory.content import Content, push_message
-from ray_jax_ckpt.memory.digest import digest
 from ray_jax_ckpt.memory.intake import Intake
 from ray_jax_ckpt.memory.scrub import Scrub
 from ray_jax_ckpt.memory.shelf import Shelf

@@ -13,10 +13,10 @@ import pytest
 import ray
 from harness import CONFIG, ELEMENTS, StubGroup, eventually, stub_group
 
+from ray_jax_ckpt.digest import copy_and_digest
 from ray_jax_ckpt.errors import SnapshotError
 from ray_jax_ckpt.memory.announce import Listener
 from ray_jax_ckpt.memory.arena import open_segment
-from ray_jax_ckpt.memory.digest import copy_and_digest
 from ray_jax_ckpt.model.index import Index, Layout, lay_out
 from ray_jax_ckpt.testing import drain_node, kill_node
 

@@ -14,10 +14,10 @@ import trustme
 from harness import CONFIG, ELEMENTS, StubGroup, eventually, flip_byte, stub_group
 
 from ray_jax_ckpt.config import TlsConfig
+from ray_jax_ckpt.digest import copy_and_digest
 from ray_jax_ckpt.errors import SnapshotError
 from ray_jax_ckpt.memory.arena import open_segment
 from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
-from ray_jax_ckpt.memory.digest import copy_and_digest
 from ray_jax_ckpt.model.index import Index, Layout, lay_out
 
 PARTS = {"s0>1", "s1>0", "h0", "h1"}

@@ -21,6 +21,7 @@ from flight_peer import DATA, NUM_BYTES, SECRET, Shelf, header_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_jax_ckpt.digest import digest
 from ray_jax_ckpt.errors import (
     AuthenticationError,
     IntegrityError,
@@ -31,7 +32,6 @@ from ray_jax_ckpt.errors import (
     StoreError,
 )
 from ray_jax_ckpt.memory import flight_server, wire
-from ray_jax_ckpt.memory.digest import digest
 from ray_jax_ckpt.memory.stream import CHUNK_BYTES, Guard, pack
 from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PartSpan, fetch, push, split, streams_for
 

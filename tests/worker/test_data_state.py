@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
 from ray_jax_ckpt.data_state import DataCapture, DataRoom, decode_states, put_back, reshard, write_blobs
+from ray_jax_ckpt.digest import copy_and_digest
 from ray_jax_ckpt.errors import DataStateError, SnapshotLostError
-from ray_jax_ckpt.memory.digest import copy_and_digest
 from ray_jax_ckpt.memory.scratch import make_scratch, sweep_scratch
 from ray_jax_ckpt.model.index import Index, Layout, lay_out
 from ray_jax_ckpt.model.shards import Generation

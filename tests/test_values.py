@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from ray_jax_ckpt.arrays.tree import decode_value, encode_value
-from ray_jax_ckpt.arrays.values import dtype_name
 from ray_jax_ckpt.errors import DataStateError
+from ray_jax_ckpt.values import dtype_name
 
 ML_DTYPES = ["bfloat16", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"]
 

@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_jax_ckpt.memory.digest import CHUNK_BYTES, Digester, copy_and_digest, digest
+from ray_jax_ckpt.digest import CHUNK_BYTES, Digester, copy_and_digest, digest
 
 
 def test_is_tagged_xxh3() -> None:
