@@ -99,9 +99,9 @@ class SnapshotConfig(_Settings):
             can take over.
         failure_domain: What fails together. "auto": TPU slices where Ray labels them, when there are at least `copies`,
             else nodes. "node": nodes. Anything else: the key of a Ray node label.
-        streams: Connections that one large read from another node is spread over, at most; small ones use fewer. More
-            help where one core cannot keep the network busy, and cost that many more cores while bytes travel. What a
-            store copies to a peer goes over one connection per peer.
+        streams: Connections that one large transfer between nodes is spread over, at most, when a store copies to a
+            peer as well as when a worker restores; small ones use fewer. More help where one core cannot keep the
+            network busy, and cost that many more cores while bytes travel.
         reject_nonfinite: Keep a state with NaN or infinity in a floating leaf out of what can be restored: its snapshot
             is abandoned, on all ranks, with a warning that names leaves and rank, and the one before stays. It costs a
             pass over the bytes in the background.

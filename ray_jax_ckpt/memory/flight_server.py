@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,8 @@ import pyarrow.flight as fl
 from ray_jax_ckpt.digest import digest
 from ray_jax_ckpt.errors import StoreError
 from ray_jax_ckpt.memory import wire
-from ray_jax_ckpt.memory.stream import SCHEMA, fill, pack, to_batch
+from ray_jax_ckpt.memory.incoming import Incoming, Meeting
+from ray_jax_ckpt.memory.stream import SCHEMA, pack, to_batch
 from ray_jax_ckpt.memory.tls import Tls
 from ray_jax_ckpt.memory.wire import PushHeader
 from ray_jax_ckpt.model.shards import Generation
@@ -137,6 +138,7 @@ class _Server(fl.FlightServerBase):
         factory.token = wire.call_token(secret, self.address)
         self._secret = secret
         self._provider = provider
+        self._meeting = Meeting()
 
     def do_get(self, context: fl.ServerCallContext, ticket: fl.Ticket) -> fl.GeneratorStream:
         self._admit(context)
@@ -153,9 +155,12 @@ class _Server(fl.FlightServerBase):
     ) -> None:
         self._admit(context)
         with _reported():
-            request = wire.PushRequest.from_json(descriptor.command or b"")
-            target = self._provider.begin_receive(request.header)
-            self._receive(request, target, reader, writer)
+            if descriptor.path:
+                self._join(wire.JoinRequest.from_json(descriptor.path[0]), reader, writer)
+            else:
+                request = wire.PushRequest.from_json(descriptor.command or b"")
+                target = self._provider.begin_receive(request.header)
+                self._receive(request, target, reader, writer, context.is_cancelled)
             writer.write_metadata(b"ok")
 
     def do_put(self, context: fl.ServerCallContext, *_: object) -> None:
@@ -208,16 +213,31 @@ class _Server(fl.FlightServerBase):
         target: np.ndarray,
         reader: fl.MetadataRecordBatchReader,
         writer: fl.MetadataRecordBatchWriter,
+        cancelled: Callable[[], bool],
     ) -> None:
         header = request.header
         try:
             faults.reach("receive", Generation.parse(header.generation).step)
-            writer.write_metadata(wire.server_proof(self._secret, self.address, request.nonce).encode())
-            fill(target, header, reader)
+            incoming = Incoming(target, header, request.all_bands)
+            with self._meeting.host(request.nonce, incoming):
+                self._prove(request.nonce, writer)
+                incoming.take(0, reader)
+                incoming.finish(cancelled)
         except BaseException:
             self._provider.end_receive(header, ok=False)
             raise
         self._provider.end_receive(header, ok=True)
+
+    def _join(
+        self, request: wire.JoinRequest, reader: fl.MetadataRecordBatchReader, writer: fl.MetadataRecordBatchWriter
+    ) -> None:
+        """Another stream of a push."""
+        incoming = self._meeting.find(request.nonce)
+        self._prove(request.nonce, writer)
+        incoming.take(request.band, reader)
+
+    def _prove(self, nonce: str, writer: fl.MetadataRecordBatchWriter) -> None:
+        writer.write_metadata(wire.server_proof(self._secret, self.address, nonce).encode())
 
 
 @contextlib.contextmanager

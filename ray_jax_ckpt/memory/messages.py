@@ -127,12 +127,14 @@ class StoreSettings:
         scrub_interval_s: Seconds between two background checks of what it holds; None for none.
         max_bytes: Upper limit of its memory; None for what the node has.
         tls: Certificates of its port. They count when it starts.
+        streams: Connections that it spreads a large push over, at most.
     """
 
     verify: bool = True
     scrub_interval_s: float | None = None
     max_bytes: int | None = None
     tls: TlsConfig | None = None
+    streams: int = 1
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ Question = Callable[[ActorHandle], Any]
 def store_settings(config: SnapshotConfig) -> StoreSettings:
     """What of the user's settings is for the stores."""
     scrub_interval_s = config.scrub_interval_s if config.verify else None
-    return StoreSettings(config.verify, scrub_interval_s, config.max_bytes, config.tls)
+    return StoreSettings(config.verify, scrub_interval_s, config.max_bytes, config.tls, config.streams)
 
 
 class Roster:

@@ -24,7 +24,7 @@ from ray_jax_ckpt.memory.scrub import Scrub
 from ray_jax_ckpt.memory.shelf import Shelf
 from ray_jax_ckpt.memory.system import process_alive, process_start_time
 from ray_jax_ckpt.memory.tls import load_tls
-from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader
+from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader, streams_for
 from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model import slots as slots_
 from ray_jax_ckpt.model.books import Held, Statement
@@ -298,7 +298,8 @@ class ReplicaStore:
         try:
             faults.reach("push", job.generation.step)
             header, buffers = self._materialize(job)
-            self._clients.push(address, header, buffers, timeout_s=self._options.timeout_s)
+            streams = streams_for(header.total_bytes, self._settings.streams)
+            self._clients.push(address, header, buffers, timeout_s=self._options.timeout_s, streams=streams)
         except IntegrityError:
             # The network, or this copy: if it is bad, others are to be asked.
             if self._settings.verify and self._shelf.verify(job.generation):

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from ray_jax_ckpt.digest import Digester, as_bytes, copy_into_digest
 from ray_jax_ckpt.errors import IntegrityError, StoreError
-from ray_jax_ckpt.memory.wire import PushHeader
+from ray_jax_ckpt.memory.wire import Band, PushHeader
 
 CHUNK_BYTES = 8 << 20
 # Ranges below this are packed together: a message of its own costs more than copying so few bytes.
@@ -123,14 +123,15 @@ def _copy(target: np.ndarray, data: np.ndarray, digester: Digester | None) -> No
 
 
 class _Verifier:
-    """Copies a push's bytes into place as they come, and digests the header's pieces on the way."""
+    """Copies a band's bytes into place as they come, and digests the header's pieces on the way."""
 
-    def __init__(self, target: np.ndarray, header: PushHeader) -> None:
-        self._target = target
-        self._pieces = iter(sorted(header.digests))
+    def __init__(self, target: np.ndarray, header: PushHeader, band: Band, guard: Guard) -> None:
+        start, stop = band[0], band[0] + band[1]
+        self._target, self._guard = target, guard
+        self._pieces = iter(sorted(piece for piece in header.digests if _lies_in(piece, start, stop)))
         self._piece = next(self._pieces, None)
         self._digester = Digester()
-        self.position = 0
+        self.position = start
 
     def take(self, data: np.ndarray) -> None:
         """Takes the next bytes. Raises IntegrityError at the first piece that differs."""
@@ -138,7 +139,8 @@ class _Verifier:
             wanted, covered = self._until_boundary()
             count = data.nbytes if wanted is None else min(wanted, data.nbytes)
             out = self._target[self.position : self.position + count]
-            _copy(out, data[:count], self._digester if covered else None)
+            with self._guard:
+                _copy(out, data[:count], self._digester if covered else None)
             self.position += count
             data = data[count:]
             self.finish_pieces()
@@ -162,8 +164,8 @@ class _Verifier:
         return offset + nbytes - self.position, True
 
 
-def fill(target: np.ndarray, header: PushHeader, reader: Any) -> None:
-    """Copies a push's stream into `target` and verifies it.
+def fill(target: np.ndarray, header: PushHeader, reader: Any, band: Band, guard: Guard) -> None:
+    """Copies a push's stream into its band of `target` and verifies it, as long as `guard` is open.
 
     Raises:
         IntegrityError: A piece has another digest.
@@ -171,12 +173,18 @@ def fill(target: np.ndarray, header: PushHeader, reader: Any) -> None:
     """
     if target.nbytes < header.total_bytes:
         raise StoreError(f"the buffer of {target.nbytes} bytes is too small for {header.total_bytes} bytes")
-    verifier = _Verifier(as_bytes(target), header)
+    start, stop = band[0], band[0] + band[1]
+    verifier = _Verifier(as_bytes(target), header, band, guard)
     verifier.finish_pieces()
     for data, _ in read_arrays(reader):
-        if data.nbytes > header.total_bytes - verifier.position:
-            raise StoreError(f"more bytes came than the header's {header.total_bytes}")
+        if data.nbytes > stop - verifier.position:
+            raise StoreError(f"more bytes came than the band's {band[1]}")
         verifier.take(data)
     # The stream of a sender that died ends like any other.
-    if verifier.position != header.total_bytes:
-        raise StoreError(f"the stream ended after {verifier.position} of {header.total_bytes} bytes")
+    if verifier.position != stop:
+        raise StoreError(f"the stream ended after {verifier.position - start} of {band[1]} bytes")
+
+
+def _lies_in(piece: tuple[int, int, str], start: int, stop: int) -> bool:
+    offset, nbytes, _ = piece
+    return start <= offset < stop or (offset == stop and nbytes == 0)

@@ -1,21 +1,18 @@
 """How the bytes of snapshots travel between stores: Arrow Flight, in chunks, straight from and into their segments.
 
 A fetch is a DoGet whose ticket lists ranges of parts; their bytes come as one stream. A push is a DoExchange: header,
-"go on", bytes, "verified". Both sides prove that they know the run's secret before any byte of a snapshot moves. This
-module is the calling side; `flight_server` serves.
+"go on", bytes, "verified"; others may join it and bring bands of the bytes. Both sides prove that they know the run's
+secret before any byte of a snapshot moves. This module is the calling side; `flight_server` serves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,18 +20,18 @@ import pyarrow.flight as fl
 
 from ray_jax_ckpt.digest import as_bytes
 from ray_jax_ckpt.errors import (
-    AuthenticationError,
     CheckpointError,
     RestoreTimeoutError,
     SnapshotTimeoutError,
     StoreError,
 )
 from ray_jax_ckpt.memory import wire
+from ray_jax_ckpt.memory.call import Call
 from ray_jax_ckpt.memory.flight_server import FlightServer, Provider
-from ray_jax_ckpt.memory.stream import SCHEMA, Guard, cut, scatter, to_batch
+from ray_jax_ckpt.memory.outgoing import Chunks, Outgoing, bands_of
+from ray_jax_ckpt.memory.stream import Guard, scatter
 from ray_jax_ckpt.memory.tls import Tls
 from ray_jax_ckpt.memory.wire import PartSpan, PushHeader
-from ray_jax_ckpt.observe import faults
 
 __all__ = [
     "FlightClients",
@@ -58,10 +55,6 @@ _CLIENT_OPTIONS: list[tuple[str, int | str]] = [
 
 # A connection of its own is worth its threads from about a tenth of a second of work on.
 _STREAM_BYTES = 64 << 20
-_PUSHING = -1
-_GRACE_S = 0.5
-
-_T = TypeVar("_T")
 
 Range = tuple[str, str, int, int, np.ndarray]
 """(generation, part, offset, nbytes, out): bytes of a part, and the contiguous writable array that gets them."""
@@ -93,10 +86,10 @@ class FlightClients:
     def __init__(self, secret: str, tls: Tls | None = None) -> None:
         self._secret, self._tls = secret, tls
         self._lock = threading.Lock()
-        self._clients: dict[tuple[str, int], fl.FlightClient] = {}
+        self._clients: dict[tuple[str, str, int], fl.FlightClient] = {}
 
     def push(
-        self, address: str, header: PushHeader, chunks: Iterable[memoryview | np.ndarray], *, timeout_s: float
+        self, address: str, header: PushHeader, chunks: Chunks, *, timeout_s: float, streams: int = 1
     ) -> PushResult:
         """Sends a generation's parts to the store at `address`. Blocks until the receiver has verified them.
 
@@ -106,6 +99,7 @@ class FlightClients:
             chunks: `header.total_bytes` bytes in contiguous pieces of any size, asked for in another thread. They are
                 sent without a copy and must not change meanwhile.
             timeout_s: Bound for the whole call, the receiver's wait for a free buffer included.
+            streams: Number of connections to spread the bytes over, at most. They are cut between digested pieces.
 
         Raises:
             SnapshotTimeoutError: It took longer.
@@ -114,11 +108,12 @@ class FlightClients:
             StoreError: The store refused, failed or is gone. Other errors of this package that its provider raised
                 come as they are.
         """
-        call = _Call(address, self._secret, timeout_s, SnapshotTimeoutError, _describe_push(header))
+        call = Call(address, self._secret, timeout_s, SnapshotTimeoutError, _describe_push(header))
         with self._reporting(call):
             # Bytes that a stopped receiver does not take block a connection, so fetches have others.
-            connection = self._connection(address, _PUSHING)
-            (sent,) = _bounded(call, [lambda _: _push_stream(call, connection, header, chunks)])
+            connect = partial(self._connection, address, "push")
+            outgoing = Outgoing(call, connect, header, chunks, bands_of(header, streams))
+            (sent,) = call.run([lambda _: outgoing.send()])
         return PushResult(nbytes=sent, verified=bool(header.digests), elapsed_s=call.elapsed_s)
 
     def fetch(
@@ -144,14 +139,14 @@ class FlightClients:
         for generation, part, _, nbytes, out in ranges:
             if out.nbytes != nbytes:
                 raise ValueError(f"{nbytes} bytes of part {part} of {generation} do not fit an array of {out.nbytes}")
-        call = _Call(address, self._secret, timeout_s, RestoreTimeoutError, _describe_fetch(ranges))
+        call = Call(address, self._secret, timeout_s, RestoreTimeoutError, _describe_fetch(ranges))
         shares = [share for share in split(ranges, streams) if share]
         with self._reporting(call):
-            connections = [self._connection(address, number) for number in range(len(shares))]
+            connections = [self._connection(address, "fetch", number) for number in range(len(shares))]
             works = [
                 partial(_fetch_stream, call, c, share, verify) for c, share in zip(connections, shares, strict=True)
             ]
-            _bounded(call, works)
+            call.run(works)
 
     def evict(self, address: str) -> None:
         """Forgets the connections to `address`. Calls in progress go on."""
@@ -164,12 +159,12 @@ class FlightClients:
         with self._lock:
             self._clients.clear()
 
-    def _connection(self, address: str, stream: int = 0) -> fl.FlightClient:
+    def _connection(self, address: str, use: str, stream: int) -> fl.FlightClient:
         with self._lock:
-            client = self._clients.get((address, stream))
+            client = self._clients.get((address, use, stream))
             if client is None:
                 client = fl.FlightClient(address, generic_options=_CLIENT_OPTIONS, **self._options(address))
-                self._clients[address, stream] = client
+                self._clients[address, use, stream] = client
             return client
 
     def _options(self, address: str) -> dict[str, Any]:
@@ -180,7 +175,7 @@ class FlightClients:
         return self._tls.client_options() if self._tls is not None else {}
 
     @contextlib.contextmanager
-    def _reporting(self, call: _Call) -> Iterator[None]:
+    def _reporting(self, call: Call) -> Iterator[None]:
         try:
             yield
         except (CheckpointError, pa.ArrowException, OSError, StopIteration) as error:
@@ -193,13 +188,14 @@ def push(
     address: str,
     secret: str,
     header: PushHeader,
-    chunks: Iterable[memoryview | np.ndarray],
+    chunks: Chunks,
     timeout_s: float,
     *,
+    streams: int = 1,
     tls: Tls | None = None,
 ) -> PushResult:
-    """`FlightClients.push` over a connection of its own."""
-    return FlightClients(secret, tls).push(address, header, chunks, timeout_s=timeout_s)
+    """`FlightClients.push` over connections of its own."""
+    return FlightClients(secret, tls).push(address, header, chunks, timeout_s=timeout_s, streams=streams)
 
 
 def fetch(
@@ -216,121 +212,7 @@ def fetch(
     FlightClients(secret, tls).fetch(address, ranges, timeout_s=timeout_s, verify=verify, streams=streams)
 
 
-class _Call:
-    """One call: its deadline, its nonce, and what its errors say."""
-
-    def __init__(
-        self, address: str, secret: str, timeout_s: float, timeout_error: type[CheckpointError], what: str
-    ) -> None:
-        self.address = address
-        self.nonce = secrets.token_hex(16)
-        self._secret = secret
-        self._timeout_s = timeout_s
-        self._timeout_error = timeout_error
-        self._what = what
-        self._start = time.monotonic()
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._start
-
-    @property
-    def left_s(self) -> float:
-        return max(0.001, self._timeout_s - self.elapsed_s)
-
-    def options(self) -> fl.FlightCallOptions:
-        # gRPC tells the server the deadline too, which frees its buffer when this process is stopped.
-        token = wire.call_token(self._secret, self.address)
-        return fl.FlightCallOptions(timeout=self.left_s, headers=[(wire.AUTH_HEADER.encode(), token.encode())])
-
-    def check_proof(self, answer: pa.Buffer | None) -> None:
-        proof = b"" if answer is None else answer.to_pybytes()
-        if not wire.same(wire.server_proof(self._secret, self.address, self.nonce), proof.decode(errors="replace")):
-            raise AuthenticationError("who answers there does not know the run's secret")
-
-    def translate(self, error: Exception) -> CheckpointError:
-        where = f"{self._what}, store {self.address}, after {self.elapsed_s:.1f} s: "
-        if isinstance(error, CheckpointError):
-            return type(error)(where + str(error))
-        if isinstance(error, fl.FlightUnauthenticatedError):
-            return AuthenticationError(where + "the store does not accept this run's secret")
-        if isinstance(error, fl.FlightTimedOutError) or self.elapsed_s >= self._timeout_s:
-            limit = (
-                f"no end within timeout_s={self._timeout_s:g}: raise SnapshotConfig.timeout_s if the network is slow"
-            )
-            return self._timeout_error(where + limit)
-        if isinstance(error, StopIteration):
-            return StoreError(where + "the store ended the stream early")
-        kind, text = wire.error_from_text(str(error))
-        return kind(where + text)
-
-
-def _bounded(call: _Call, works: Sequence[Callable[[Guard], _T]]) -> list[_T]:
-    """Runs each of `works` in a thread of its own, and gives them up soon after the call's deadline, or when one fails.
-
-    gRPC ends a write whose deadline has passed only when TCP has taken its bytes. When the receiver is stopped that is
-    never, so the thread stays behind until the receiver goes on or dies. Its closed guard keeps it off the caller's
-    memory.
-    """
-    running = [(Guard(), Future[_T]()) for _ in works]
-    for work, (guard, outcome) in zip(works, running, strict=True):
-        threading.Thread(target=_settle, args=(outcome, work, guard), name="rjc-transfer", daemon=True).start()
-    try:
-        return [outcome.result(call.left_s + _GRACE_S) for _, outcome in running]
-    finally:
-        for guard, _ in running:
-            guard.close()
-
-
-def _settle(outcome: Future[_T], work: Callable[[Guard], _T], guard: Guard) -> None:
-    try:
-        outcome.set_result(work(guard))
-    except BaseException as error:
-        outcome.set_exception(error)
-
-
-def _push_stream(
-    call: _Call, client: fl.FlightClient, header: PushHeader, chunks: Iterable[memoryview | np.ndarray]
-) -> int:
-    request = wire.PushRequest(nonce=call.nonce, header=header)
-    writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(request.to_json()), call.options())
-    try:
-        writer.begin(SCHEMA)
-        call.check_proof(reader.read_chunk().app_metadata)
-        sent = _send(writer, reader, header.generation, chunks)
-        if sent != header.total_bytes:
-            raise StoreError(f"sent {sent} bytes for a header of {header.total_bytes} bytes")
-        writer.done_writing()
-        reader.read_chunk()
-    except BaseException:
-        reader.cancel()
-        raise
-    finally:
-        # What went wrong has been raised by now. Closing frees the call.
-        with contextlib.suppress(pa.ArrowException, OSError):
-            writer.close()
-    return sent
-
-
-def _send(
-    writer: fl.FlightStreamWriter,
-    reader: fl.FlightStreamReader,
-    generation: str,
-    chunks: Iterable[memoryview | np.ndarray],
-) -> int:
-    sent = 0
-    for piece in cut(as_bytes(chunk) for chunk in chunks):
-        try:
-            writer.write_batch(to_batch(faults.tamper("send", generation, piece)))
-        except (pa.ArrowException, OSError):
-            # Writing only says that the stream is broken; reading says why.
-            reader.read_chunk()
-            raise
-        sent += piece.nbytes
-    return sent
-
-
-def _fetch_stream(call: _Call, client: fl.FlightClient, ranges: Sequence[Range], verify: bool, guard: Guard) -> None:
+def _fetch_stream(call: Call, client: fl.FlightClient, ranges: Sequence[Range], verify: bool, guard: Guard) -> None:
     asked = tuple((generation, part, offset, nbytes) for generation, part, offset, nbytes, _ in ranges)
     ticket = wire.FetchTicket(nonce=call.nonce, ranges=asked, verify=verify)
     reader = client.do_get(fl.Ticket(ticket.to_json()), call.options())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeVar
 
@@ -22,10 +23,14 @@ AUTH_HEADER = "authorization"
 PLAIN_SCHEME, TLS_SCHEME = "grpc+tcp", "grpc+tls"
 
 _MAX_RANGES = 1_000_000
+_MAX_BANDS = 256
 _MAX_ERROR_CHARS = 2000  # gRPC drops calls with trailers above 8 KiB
 _CONFIG = ConfigDict(extra="forbid")
 
 _T = TypeVar("_T")
+
+Band = tuple[_Size, _Size]
+"""Offset and size of what one stream of a push brings."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,24 @@ class PushHeader:
 
 @dataclass(frozen=True)
 class PushRequest:
-    """The first message of a push: the header and a fresh nonce that the receiver answers with its proof."""
+    """The first message of a push: the header and a fresh nonce that the receiver answers with its proof.
+
+    Attributes:
+        nonce: New for each push; streams that join it name it.
+        header: What is pushed.
+        bands: Offset and size of what each of several streams brings; empty: this one brings all.
+    """
 
     nonce: _Name
     header: PushHeader
+    bands: Annotated[tuple[Band, ...], Field(max_length=_MAX_BANDS)] = ()
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    @property
+    def all_bands(self) -> tuple[Band, ...]:
+        """What each stream brings."""
+        return self.bands or ((0, self.header.total_bytes),)
 
     def to_json(self) -> bytes:
         """The request as `from_json` reads it."""
@@ -88,7 +105,27 @@ class PushRequest:
         """Reads and checks a request. Raises StoreError if it is malformed."""
         request = _parse(_REQUEST, text, "push request")
         request.header.check()
+        _check_bands(request.all_bands, request.header)
         return request
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """The first message of another stream of a push: the push's nonce, and which of its bands this stream brings."""
+
+    nonce: _Name
+    band: _Size
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    def to_json(self) -> bytes:
+        """The request as `from_json` reads it."""
+        return _JOIN.dump_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> JoinRequest:
+        """Reads and checks a request. Raises StoreError if it is malformed."""
+        return _parse(_JOIN, text, "request to join a push")
 
 
 @dataclass(frozen=True)
@@ -112,6 +149,7 @@ class FetchTicket:
 
 
 _REQUEST = TypeAdapter(PushRequest)
+_JOIN = TypeAdapter(JoinRequest)
 _TICKET = TypeAdapter(FetchTicket)
 
 
@@ -173,3 +211,18 @@ def _check_apart(pieces: list[tuple[int, int]], total: int, what: str) -> None:
         if offset < end or offset + nbytes > total:
             raise errors.StoreError(f"malformed push header: {what} overlap or exceed {total} bytes at offset {offset}")
         end = offset + nbytes
+
+
+def _check_bands(bands: tuple[Band, ...], header: PushHeader) -> None:
+    """Raises StoreError unless bands follow each other, are all of a push, and cut no digested piece."""
+    end = 0
+    for offset, nbytes in bands:
+        if offset != end:
+            raise errors.StoreError(f"malformed push request: a band begins at {offset}, the one before ends at {end}")
+        end += nbytes
+    if end != header.total_bytes:
+        raise errors.StoreError(f"malformed push request: bands of {end} bytes for {header.total_bytes}")
+    starts = [offset for offset, _ in bands]
+    for offset, nbytes, _ in header.digests:
+        if bisect_right(starts, offset) != bisect_left(starts, offset + max(nbytes, 1)):
+            raise errors.StoreError(f"malformed push request: a band begins within the piece at {offset}")

@@ -213,18 +213,28 @@ def hostile_header(target: Target) -> None:
         request["header"]["total_bytes"] = request["header"]["parts"][0]["nbytes"] = 1 << 45
     else:
         where[target.random.choice(list(where))] = nonsense(target)
-    exchange(target, json.dumps(request).encode(), num_batches=1)
+    exchange(target, fl.FlightDescriptor.for_command(json.dumps(request).encode()), num_batches=1)
 
 
 def truncated_push(target: Target) -> None:
     header, _ = message(target.random.randrange(1 << 30, 1 << 40))
     header = PushHeader(**{**vars(header), "source": f"intruder {target.random.randrange(3)}"})
-    exchange(target, wire.PushRequest("n", header).to_json(), num_batches=target.random.randrange(3))
+    request = wire.PushRequest("n", header, target.random.choice([(), ((0, 1 << 20), (1 << 20, 1 << 20))]))
+    exchange(target, fl.FlightDescriptor.for_command(request.to_json()), num_batches=target.random.randrange(3))
 
 
-def exchange(target: Target, command: bytes, num_batches: int) -> None:
+def uninvited(target: Target) -> None:
+    """Joins a push of somebody else, or none."""
+    request: dict[str, Any] = {"nonce": target.random.choice(["n", "m"]), "band": target.random.randrange(3)}
+    if target.random.random() < 0.5:
+        request[target.random.choice([*request, "more"])] = nonsense(target)
+    text = target.bytes(500) if target.random.random() < 0.2 else json.dumps(request).encode()
+    exchange(target, fl.FlightDescriptor.for_path(text), num_batches=1)
+
+
+def exchange(target: Target, descriptor: fl.FlightDescriptor, num_batches: int) -> None:
     with fl.FlightClient(target.address) as client:
-        writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(command), target.known)
+        writer, reader = client.do_exchange(descriptor, target.known)
         try:
             writer.begin(SCHEMA)
             for _ in range(num_batches):
@@ -278,6 +288,7 @@ ATTACKS: list[Callable[[Target], None]] = [
     hostile_ticket,
     hostile_header,
     truncated_push,
+    uninvited,
     many_connections,
     idle_connection,
 ]
