@@ -228,7 +228,7 @@ def uninvited(target: Target) -> None:
     request: dict[str, Any] = {"nonce": target.random.choice(["n", "m"]), "band": target.random.randrange(3)}
     if target.random.random() < 0.5:
         request[target.random.choice([*request, "more"])] = nonsense(target)
-    text = target.bytes(500) if target.random.random() < 0.2 else json.dumps(request).encode()
+    text = target.bytes(500).hex().encode() if target.random.random() < 0.2 else json.dumps(request).encode()
     exchange(target, fl.FlightDescriptor.for_path(text), num_batches=1)
 
 
