@@ -63,6 +63,7 @@ class Pipeline:
         replace_store: Returns a new store when the old one died.
         room: For what of `data` does not fit into the index.
         attempt: The group's.
+        where: Rank and node, as warnings name them.
         verify: Whether items are digested.
         reject_nonfinite: Whether a state with NaN or infinity in it fails.
         timeout_s: Bound of the wait for a buffer.
@@ -77,6 +78,7 @@ class Pipeline:
         room: DataRoom,
         *,
         attempt: int,
+        where: str,
         verify: bool,
         reject_nonfinite: bool,
         timeout_s: float,
@@ -85,7 +87,7 @@ class Pipeline:
     ) -> None:
         self._store, self._replace_store, self._room = store, replace_store, room
         self._attempt, self._timeout_s, self._failed, self._began = attempt, timeout_s, failed, began
-        self._verify, self._reject_nonfinite = verify, reject_nonfinite
+        self._where, self._verify, self._reject_nonfinite = where, verify, reject_nonfinite
         self._writer = writer_identity()
         self._mappings: dict[str, Mapping] = {}
         self._changed = threading.Condition()
@@ -203,7 +205,7 @@ class Pipeline:
 
     def _report(self, job: Job, error: BaseException) -> None:
         elapsed, step = time.monotonic() - job.started, job.generation.step
-        text = f"The snapshot of step {step} failed after {elapsed:.1f} s, training goes on: {error!r}"
+        text = f"The snapshot of step {step} failed on {self._where} after {elapsed:.1f} s, training goes on: {error!r}"
         try:
             warnings.warn(text, RuntimeWarning, stacklevel=1)
         except RuntimeWarning:

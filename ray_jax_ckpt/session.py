@@ -69,6 +69,7 @@ class Session:
             lambda: self.ask(self.coordinator.replace_store.remote(rank, decision.attempt)),
             self._room,
             attempt=decision.attempt,
+            where=self._where,
             verify=wiring.config.verify,
             reject_nonfinite=wiring.config.reject_nonfinite,
             timeout_s=wiring.config.timeout_s,
@@ -80,6 +81,10 @@ class Session:
     def world_size(self) -> int:
         """Ranks of the group."""
         return len(self.decision.members)
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self.rank} on node {self.node_id}"
 
     @property
     def node_id(self) -> str:
@@ -114,7 +119,8 @@ class Session:
         plan = planner.plan(flat)
         data_state = DataCapture(data, self.config.max_data_bytes)
         try:
-            self._check_memory(plan, data_state.num_bytes)
+            if not self._has_memory(generation, plan, data_state.num_bytes, force):
+                return None
             if not self._make_way(generation, force, announced, timeout_s):
                 return None
             handle = SnapshotCheckpoint(generation, metrics)
@@ -202,10 +208,10 @@ class Session:
             try:
                 self._planner = self._new_planner(timeout_s)
             except SnapshotError as error:
-                self._abandon(generation, f"rank {self.rank} does not know how JAX numbers the processes")
                 if force:
+                    self._abandon(generation, f"rank {self.rank} does not know how JAX numbers the processes")
                     raise
-                warnings.warn(f"Snapshot of step {generation.step} skipped: {error}", RuntimeWarning, stacklevel=4)
+                self._skip(generation, f"rank {self.rank} does not know how JAX numbers the processes: {error}")
         return self._planner
 
     def _topology(self, timeout_s: float) -> Topology:
@@ -245,21 +251,24 @@ class Session:
         if self._pipeline.idle(0):
             return True
         if self.config.on_busy == "skip" and not (force or announced or self._must_wait()):
-            reason = f"rank {self.rank} was still storing an earlier step"
-            self._abandon(generation, reason)
-            warnings.warn(f"Snapshot of step {generation.step} skipped: {reason}.", RuntimeWarning, stacklevel=4)
+            self._skip(generation, f"{self._where} was still storing an earlier step, and on_busy is 'skip'")
             return False
         if self._pipeline.idle(timeout_s):
             return True
         text = (
-            f"rank {self.rank} on node {self.node_id} was still storing an earlier step after {timeout_s:g} s; raise "
-            "SnapshotConfig.timeout_s, or snapshot less often"
+            f"{self._where} was still storing an earlier step after {timeout_s:g} s; raise SnapshotConfig.timeout_s, "
+            "or snapshot less often"
         )
-        self._abandon(generation, text)
         if force:
+            self._abandon(generation, text)
             raise SnapshotTimeoutError(f"Snapshot of step {generation.step}: {text}.")
-        warnings.warn(f"Snapshot of step {generation.step} skipped: {text}.", RuntimeWarning, stacklevel=4)
+        self._skip(generation, text)
         return False
+
+    def _skip(self, generation: Generation, why: str) -> None:
+        """A snapshot that was due is not taken; training goes on."""
+        self._abandon(generation, why)
+        warnings.warn(f"Snapshot of step {generation.step} skipped: {why}.", RuntimeWarning, stacklevel=5)
 
     def _must_wait(self) -> bool:
         try:
@@ -283,6 +292,24 @@ class Session:
 
     def _abandon(self, generation: Generation, reason: str) -> None:
         self.coordinator.abandon.remote(generation, reason)
+
+    def _has_memory(self, generation: Generation, plan: Plan, data_bytes: int, force: bool) -> bool:
+        """Whether the node has the memory for a snapshot. False: skipped.
+
+        The first one of an attempt shows whether the settings can work, and raises. What has grown since, or finds less
+        memory than there was, must not cost the training.
+        """
+        try:
+            self._check_memory(plan, data_bytes)
+        except MemoryLimitError as error:
+            if self._checked is None:
+                raise
+            if force:
+                self._abandon(generation, f"{self._where} has not enough memory")
+                raise
+            self._skip(generation, f"{self._where} has not enough memory. {str(error).removesuffix('.')}")
+            return False
+        return True
 
     def _check_memory(self, plan: Plan, data_bytes: int) -> None:
         """What all stores on this node will hold, compared with what it may take. Once per tree structure."""
@@ -335,7 +362,8 @@ class Session:
             raise (error.cause if isinstance(error.cause, CheckpointError) else SnapshotError(str(error))) from None
         except GetTimeoutError:
             raise SnapshotTimeoutError(
-                f"The run's coordinator or store did not answer within {timeout_s:g} s."
+                f"The run's coordinator or store did not answer within {timeout_s:g} s; raise SnapshotConfig.timeout_s "
+                "if it is only slow."
             ) from None
         except RayError as error:
             raise SnapshotError(f"The run's coordinator or store cannot be reached: {error}") from error

@@ -63,9 +63,9 @@ def snapshot(
 ) -> SnapshotCheckpoint | None:
     """Keeps the training state of a step in memory that outlives this process. All ranks call it at the same steps.
 
-    It returns when the copies from the devices are dispatched; storing, digesting and replicating go on in the
-    background. What the snapshot holds is the state at the call: afterwards it may be donated, deleted, or mutated in
-    place.
+    One thread calls it. It returns when the copies from the devices are dispatched; storing, digesting and replicating
+    go on in the background. What the snapshot holds is the state at the call: afterwards it may be donated, deleted, or
+    mutated in place.
 
     Args:
         step: The training step, an int that grows within an attempt unless `restore` was called.
@@ -85,8 +85,9 @@ def snapshot(
         handle without copying again; metrics that come before it is stored are merged.
 
     Raises:
-        StepError, UnsupportedLeafError, DataStateError, MemoryLimitError, NoSessionError: The call cannot work; nothing
-            was taken.
+        StepError, UnsupportedLeafError, DataStateError, NoSessionError: The call cannot work; nothing was taken.
+        MemoryLimitError: The first snapshot of an attempt needs more memory than it may have. Later ones are skipped
+            with a warning, unless `force` is set.
         SnapshotError: Only with `force`: it could not be taken in time. Without it failures are warnings.
     """
     session = current()

@@ -306,7 +306,9 @@ class Arena:
             with self._lock:
                 self._reserved_bytes -= capacity
             if isinstance(error, OSError) and error.errno in _NO_MEMORY:
-                raise MemoryLimitError(f"the node cannot give {capacity} bytes for a snapshot: {error}") from error
+                raise MemoryLimitError(
+                    f"the node cannot give {capacity} bytes for a snapshot: {error}. {_remedy(error)}"
+                ) from error
             raise
         with self._lock:
             self._reserved_bytes -= capacity
@@ -331,6 +333,12 @@ class Arena:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreError("the arena is closed")
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "Raise the limit of open files (ulimit -n) of the node"
+    return "Lower SnapshotConfig.copies, or use nodes with more memory"
 
 
 def capacity_of(nbytes: int) -> int:

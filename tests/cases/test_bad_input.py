@@ -47,13 +47,20 @@ def test_a_leaf_that_turns_bad_later_is_refused_then(run):
     rjc.wait()
 
 
-def test_a_tree_that_grows_beyond_what_it_may_take_is_refused_and_the_last_snapshot_stays(run):
+def test_a_tree_that_grows_beyond_what_it_may_take_costs_its_snapshots_and_the_last_one_stays(run):
     run.begin(max_bytes=8_000_000)
     run.snapshot({"x": jnp.ones(1000)})
     rjc.wait()
+    grown = {"x": jnp.ones(1000), "more": jnp.ones(1_000_000)}
+    text = r"step 2 skipped: rank 0 on node \w+ has not enough memory.*max_bytes allows 8 MB.*larger SnapshotConfig"
+    with pytest.warns(RuntimeWarning, match=text):
+        assert run.snapshot(grown) is None
     with pytest.raises(MemoryLimitError, match="max_bytes allows 8 MB"):
-        run.snapshot({"x": jnp.ones(1000), "more": jnp.ones(1_000_000)})
+        run.snapshot(grown, force=True)
     assert rjc.latest() == 1
+    run.snapshot({"x": jnp.ones(1000)})
+    rjc.wait()
+    assert rjc.latest() == 4
 
 
 @functools.total_ordering

@@ -56,7 +56,7 @@ def nodes(cluster: Cluster) -> list[tuple[str, str]]:
 @pytest.fixture(scope="package")
 def pool(nodes: list[tuple[str, str]]) -> Pool:
     """Workers that have started."""
-    return Pool([node for node, _ in nodes[:2]])
+    return Pool([node for node, _ in nodes])
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,9 @@ class Worker:
         import ray_jax_ckpt.worker  # noqa: F401  # imported before a test's time counts
 
         jax.devices()
+        if not hasattr(self, "_said"):
+            self._said: list[str] = []
+            warnings.showwarning = lambda message, *_: self._said.append(str(message))
         return os.getpid()
 
     def begin(self, wiring: Wiring, decision: Decision, rank: int) -> None:
@@ -66,12 +70,17 @@ class Worker:
 
         session._current = session.Session(wiring, decision, rank)
 
-    def snapshot(self, step: int, extra: bool = False) -> bool:
+    def said(self) -> list[str]:
+        """The warnings since the last time."""
+        said, self._said[:] = [*self._said], []
+        return said
+
+    def snapshot(self, step: int, extra: bool = False, force: bool = False) -> bool:
         """Whether it was taken. The copying goes on in the background."""
         import ray_jax_ckpt as rjc
         from ray_jax_ckpt import session
 
-        return rjc.snapshot(step, state_of(session.current().rank, step, extra)) is not None
+        return rjc.snapshot(step, state_of(session.current().rank, step, extra), force=force) is not None
 
     def problem(self) -> str:
         """What waiting for the last snapshot says; "" if it becomes protected."""
@@ -109,17 +118,29 @@ class Worker:
 
 
 class Pool:
-    """Worker processes that have started already, per node: starting one takes seconds."""
+    """Worker processes that have started already: starting one takes seconds.
 
-    def __init__(self, spares: Sequence[str] = ()) -> None:
-        self._ready: dict[str, list[Any]] = {node: [start_worker(node)] for node in spares}
+    Args:
+        nodes: Where workers are wanted again and again. Elsewhere none is started ahead.
+    """
+
+    def __init__(self, nodes: Sequence[str] = ()) -> None:
+        self._ready: dict[str, list[Any]] = {node: [] for node in nodes}
 
     def take(self, node_id: str) -> Any:
-        """A fresh worker on a node; the next one begins to start."""
-        ready = self._ready.setdefault(node_id, [])
+        """A worker on a node that is in no run; the next one begins to start."""
+        ready = self._ready.get(node_id, [])
         worker = ready.pop() if ready else start_worker(node_id)
-        ready.append(start_worker(node_id))
+        if node_id in self._ready and not ready:
+            ready.append(start_worker(node_id))
         return worker
+
+    def give_back(self, node_id: str, worker: Any) -> None:
+        """A worker is idle, and lives: it may be in another run."""
+        if node_id in self._ready:
+            self._ready[node_id].append(worker)
+        else:
+            ray.kill(worker)
 
 
 def start_worker(node_id: str) -> Any:
@@ -299,6 +320,8 @@ class Crew:
         ray.kill(self.coordinator)
         eventually(lambda: not fleet.living_stores(self.run))
         eventually(lambda: not any(process_alive(pid, start) for pid, start in started.items() if start is not None))
+        for rank in [rank for rank in self.ranks if self._lives(rank)]:
+            self._pool.give_back(self.nodes[rank][0], self.workers.pop(rank))
         self.abort()
 
     def abort(self) -> None:
