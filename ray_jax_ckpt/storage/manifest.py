@@ -107,7 +107,7 @@ class LeafRecord(_Record):
 
     Attributes:
         spec: Its description, of `LeafSpec.to_json`.
-        name: Directory of its array; "" where it has none.
+        name: Directory of its array. "" is the checkpoint's own: of a state that is a single leaf, or of a key "".
         form: "chunks": zarr 3, uncompressed, a file per chunk of raw little-endian bytes in row-major order. "raw":
             such files without a zarr.json, for element types that zarr has no name for. "ocdbt": an array of this name
             in the OCDBT database of the directory. "value": `Manifest.values` has it; what Orbax reads is beside it.
@@ -124,6 +124,10 @@ class LeafRecord(_Record):
     dtype: str = Field(default="uint8", max_length=100)
     chunks: tuple[PositiveInt, ...] | None = None
     local: bool = False
+
+    def path(self, key: str) -> str:
+        """Path in the checkpoint of a file of its array, such as "zarr.json" or "c/0/1"."""
+        return f"{self.name}/{key}" if self.name else key
 
     @property
     def itemsize(self) -> int:
@@ -156,8 +160,8 @@ class LeafRecord(_Record):
     def _fits(self) -> LeafRecord:
         if self.name:
             check_path(self.name)
-        if self.form != "value" and (self.chunks is None or len(self.chunks) != len(self.shape) or not self.name):
-            raise ValueError(f"a leaf of shape {self.shape} without a name, or with chunks {self.chunks}")
+        if self.form != "value" and (self.chunks is None or len(self.chunks) != len(self.shape)):
+            raise ValueError(f"a leaf of shape {self.shape} with chunks {self.chunks}")
         if self.form in ("chunks", "raw") and any(n % c for n, c in zip(self.shape, self.chunks or (), strict=True)):
             raise ValueError(f"chunks {self.chunks} do not divide the shape {self.shape}")
         return self
@@ -241,10 +245,11 @@ class Manifest(_Record):
             raise ValueError(f"leaf {number} ({leaf.spec['path']}) of shape {leaf.shape} has more chunks than files")
         size = leaf.itemsize * _volume(chunks)
         for key, _ in chunks_of(whole(leaf.shape), chunks):
-            found = self.files.get(f"{leaf.name}/{key}")
+            path = leaf.path(key)
+            found = self.files.get(path)
             if found is None or found.size != size:
                 raise ValueError(
-                    f"leaf {number} ({leaf.spec['path']}) needs {leaf.name}/{key} with {size} bytes, and the manifest "
+                    f"leaf {number} ({leaf.spec['path']}) needs {path} with {size} bytes, and the manifest "
                     + (f"has it with {found.size}" if found else "does not name it")
                 )
 

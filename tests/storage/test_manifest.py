@@ -121,6 +121,13 @@ def test_paths_that_leave_the_directory_or_fit_no_filesystem_are_refused(path):
             parse_manifest(changed_leaf(name=path), "here")
 
 
+def test_a_leaf_may_lie_in_the_checkpoint_itself():
+    leaf = LeafRecord(spec=WEIGHT.to_json(), name="", form="chunks", shape=(2,), dtype="uint8", chunks=(2,))
+    files = {rank_file(0): FILES[rank_file(0)], "c/0": FileRecord(size=2, digest="")}
+    read = parse_manifest(manifest(leaves=(leaf,), files=files).to_bytes(), "here")
+    assert read.leaves[0].path("c/0") == "c/0"
+
+
 @pytest.mark.parametrize("path", ["w/c/0", "~/x", "a b/é/…", "...", ".a", "a..b", "a\\b", "%2e%2e"])
 def test_unusual_names_are_no_danger(path):
     assert check_path(path) == path
