@@ -52,6 +52,8 @@ def _check(name: str, spec: LeafSpec) -> None:
             name.encode()
     except ValueError as error:
         raise _refusal(spec, f"an Orbax checkpoint would keep it in a directory that cannot be: {error}") from None
+    if "\\" in name:
+        raise _refusal(spec, "tensorstore, with which Orbax reads, takes a backslash in a name for a slash")
     first = name.split("/")[0]
     if first in _RESERVED or first.startswith("ocdbt.process_"):
         raise _refusal(spec, f"an Orbax checkpoint has a file or directory {first!r} of its own")

@@ -11,7 +11,7 @@ from ray_jax_ckpt.storage.zarr import as_scalar, is_known
 from ray_jax_ckpt.values import decode_value
 
 OrbaxType = Literal["jax.Array", "np.ndarray", "scalar", "string", "None"]
-"""As `_METADATA` calls them. What Orbax has no type for is None to it: left out, it would move the other elements of its
+"""As `_METADATA` calls them. What Orbax has no type for is None to it: left out, it would move other elements of its
 list, and no plain `load` of the rest would work."""
 
 
@@ -29,12 +29,21 @@ def orbax_types(specs: Sequence[LeafSpec], values: Mapping[int, Any]) -> list[Or
         if number in texts:
             found.append("None" if number in lost else "string")
         elif spec.kind == "value":
-            found.append("None" if as_scalar(values[number]) is None else "scalar")
+            found.append(_of_number(values[number]))
         elif not is_known(spec.dtype):
             found.append("None")
         else:
             found.append("np.ndarray" if spec.kind == "numpy" else "jax.Array")
     return found
+
+
+def _of_number(encoded: Any) -> OrbaxType:
+    array = as_scalar(encoded)
+    if array is None:
+        return "None"
+    # As scalars bool and ml_dtypes' floats would make `v1.metadata` of the whole checkpoint fail (0.12.8, its own too).
+    # As arrays they come back equal, and with a template of their type also in it.
+    return "scalar" if array.dtype.kind in "iuf" else "np.ndarray"
 
 
 def place_strings(strings: Mapping[int, tuple[str, str]]) -> tuple[dict[str, Any], set[int]]:

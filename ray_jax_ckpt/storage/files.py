@@ -1,0 +1,91 @@
+"""What filesystems have in common, and where they differ, as far as writing a checkpoint needs it."""
+
+from __future__ import annotations
+
+import errno
+import posixpath
+from typing import Any
+
+import pyarrow.fs
+
+TEMPORARY = ".orbax-checkpoint-tmp"
+"""Suffix of a directory that is being written, where it can be renamed. Orbax takes none with it for a checkpoint."""
+
+_PERMANENT = frozenset({errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
+# pyarrow puts what S3 answered into words only.
+_PERMANENT_WORDS = (
+    "ACCESS_DENIED",
+    "NO_SUCH_BUCKET",
+    "INVALID_ACCESS_KEY_ID",
+    "SIGNATURE_DOES_NOT_MATCH",
+    "HTTP status 403",
+)
+
+
+def renames(filesystem: pyarrow.fs.FileSystem) -> bool:
+    """Whether a directory can be renamed at once, so that others see all of it or nothing.
+
+    Only where that is certain: object stores copy and delete, and what a custom filesystem does is not known.
+    """
+    if isinstance(filesystem, pyarrow.fs.SubTreeFileSystem):
+        return renames(filesystem.base_fs)
+    return isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Whether trying again soon would fail in the same way: full, read-only, forbidden, not there."""
+    if isinstance(error, PermissionError | NotImplementedError | FileExistsError | NotADirectoryError):
+        return True
+    if not isinstance(error, OSError):
+        return True
+    return error.errno in _PERMANENT or any(word in str(error) for word in _PERMANENT_WORDS)
+
+
+def open_output(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
+    """Opens a file for writing, and makes the directories above it where there are such and they are missing.
+
+    Object stores have none, and get no empty objects that stand for them.
+    """
+    try:
+        return filesystem.open_output_stream(path)
+    except FileNotFoundError:
+        filesystem.create_dir(posixpath.dirname(path), recursive=True)
+        return filesystem.open_output_stream(path)
+
+
+def exists(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
+    """Whether there is a file or a directory."""
+    return filesystem.get_file_info(path).type != pyarrow.fs.FileType.NotFound
+
+
+def remove_tree(filesystem: pyarrow.fs.FileSystem, path: str, *, first: str | None = None) -> None:
+    """Removes a directory with all that is in it. It need not be there.
+
+    Args:
+        filesystem: Where.
+        path: The directory.
+        first: A file in it that goes before the others: with the manifest gone, a removal that is cut short leaves no
+            checkpoint that looks whole.
+    """
+    if first is not None:
+        remove_file(filesystem, f"{path}/{first}")
+    try:
+        filesystem.delete_dir(path)
+    except FileNotFoundError:
+        return
+    except NotImplementedError:
+        for info in filesystem.get_file_info(pyarrow.fs.FileSelector(path, recursive=True, allow_not_found=True)):
+            if info.type == pyarrow.fs.FileType.File:
+                remove_file(filesystem, info.path)
+
+
+def remove_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """Removes a file. It need not be there."""
+    try:
+        filesystem.delete_file(path)
+    except FileNotFoundError:
+        return
+    except OSError:
+        # Some say so in other words.
+        if exists(filesystem, path):
+            raise
