@@ -48,12 +48,28 @@ class Slot:
 class Lease:
     """A hold on what a store has of one generation.
 
-    `attempt` None: it belongs to the driver's life, not to an attempt.
+    Attributes:
+        id: Which; the same again replaces it.
+        generation: Of what.
+        attempt: It ends with this attempt. None: it belongs to the driver's life.
+        source: Only what this source has filled; None: all.
+        persists: For an upload to storage: it gives way to a worker's lease, since no upload may stop snapshots.
     """
 
     id: str
     generation: Generation
     attempt: int | None
+    source: str | None = None
+    persists: bool = False
+
+    def keeps(self, slot: Slot) -> bool:
+        """Whether a slot is not to be freed."""
+        return slot.generation == self.generation and self.source in (None, slot.source)
+
+    @property
+    def takes_buffer(self) -> bool:
+        """Whether it may last longer than two snapshots, so that its source needs one more buffer meanwhile."""
+        return self.persists or self.attempt is not None
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ class Slots:
     Attributes:
         name: The store.
         per_source: Slots that one source may use at a time. Two let a new generation arrive while the last one is kept;
-            a worker's lease on one adds a third, so that a single kept generation never stops snapshots.
+            a worker's or an upload's lease on one adds a third, so that a single kept generation never stops snapshots.
         attempt: The newest attempt seen: writes of older ones are refused.
         used: By slot id.
         leases: By lease id.
@@ -102,8 +118,8 @@ def grant(slots: Slots, generation: Generation, source: str, attempt: int, write
     mine = slots.of_source(source)
     if any(slot.generation == generation and slot.phase is not Phase.STRANDED for slot in mine.values()):
         raise StoreError(f"{slots.name} already has or is receiving generation {generation} from {source}.")
-    kept = {hold.generation for hold in slots.leases.values() if hold.attempt is not None}
-    if len(mine) >= slots.per_source + any(slot.generation in kept for slot in mine.values()):
+    kept = [slot for slot in mine.values() if any(hold.takes_buffer and hold.keeps(slot) for hold in _holds(slots))]
+    if len(mine) >= slots.per_source + bool(kept):
         return slots, None
     slot = Slot(generation, source, attempt, Phase.FILLING, writer)
     return replace(slots, used={**slots.used, slots.next_id: slot}, next_id=slots.next_id + 1), slots.next_id
@@ -132,14 +148,10 @@ def cancel(slots: Slots, key: int) -> Slots:
 def release(slots: Slots, generations: Iterable[Generation]) -> Slots:
     """Frees what is held of these generations; what is leased goes when its last lease ends."""
     gone = set(generations)
-    leased = {lease.generation for lease in slots.leases.values()}
-    condemned = {
-        key: replace(slot, phase=Phase.CONDEMNED)
-        for key, slot in slots.used.items()
-        if slot.generation in gone & leased and slot.phase is Phase.HELD
-    }
-    free = [k for k, s in slots.used.items() if s.generation in gone - leased and s.phase is Phase.HELD]
-    return _free(replace(slots, used={**slots.used, **condemned}), free)
+    held = {key: slot for key, slot in slots.used.items() if slot.generation in gone and slot.phase is Phase.HELD}
+    leased = {key: slot for key, slot in held.items() if any(hold.keeps(slot) for hold in _holds(slots))}
+    condemned = {key: replace(slot, phase=Phase.CONDEMNED) for key, slot in leased.items()}
+    return _free(replace(slots, used={**slots.used, **condemned}), held.keys() - leased.keys())
 
 
 def fence(slots: Slots, attempt: int) -> Slots:
@@ -171,12 +183,22 @@ def lease(slots: Slots, hold: Lease) -> Slots:
 
     Raises:
         StaleAttemptError: The lease's attempt has been replaced.
-        StoreError: Nothing of that generation is held or on its way.
+        StoreError: Nothing of that generation is held or on its way; or it is for an upload, and another generation is
+            kept already.
     """
     if hold.attempt is not None:
         check_attempt(slots, hold.attempt)
-    if not any(s.generation == hold.generation and s.phase is not Phase.STRANDED for s in slots.used.values()):
+    if not any(hold.keeps(slot) and slot.phase is not Phase.STRANDED for slot in slots.used.values()):
         raise StoreError(f"{slots.name} holds nothing of generation {hold.generation}.")
+    others = {k: other for k, other in slots.leases.items() if other.generation != hold.generation}
+    if hold.persists and (kept := [other for other in others.values() if other.takes_buffer]):
+        raise StoreError(
+            f"{slots.name} has no buffer to spare for an upload of generation {hold.generation}: it keeps "
+            f"{', '.join(f'{other.generation} ({other.id})' for other in kept)}."
+        )
+    if hold.takes_buffer:
+        # A worker's: what is being uploaded gives way.
+        slots = _end_leases(slots, [k for k, other in others.items() if other.persists])
     return replace(slots, leases={**slots.leases, hold.id: hold})
 
 
@@ -187,10 +209,14 @@ def unlease(slots: Slots, lease_id: str) -> Slots:
 
 def _end_leases(slots: Slots, ids: Iterable[str]) -> Slots:
     gone = set(ids)
-    leases = {key: held for key, held in slots.leases.items() if key not in gone}
-    still = {held.generation for held in leases.values()}
-    condemned = [k for k, s in slots.used.items() if s.phase is Phase.CONDEMNED and s.generation not in still]
-    return _free(replace(slots, leases=leases), condemned)
+    slots = replace(slots, leases={key: held for key, held in slots.leases.items() if key not in gone})
+    condemned = {key: slot for key, slot in slots.used.items() if slot.phase is Phase.CONDEMNED}
+    free = [key for key, slot in condemned.items() if not any(hold.keeps(slot) for hold in _holds(slots))]
+    return _free(slots, free)
+
+
+def _holds(slots: Slots) -> Iterable[Lease]:
+    return slots.leases.values()
 
 
 def _free(slots: Slots, keys: Iterable[int]) -> Slots:

@@ -9,7 +9,7 @@ from ray_jax_ckpt.model import slots as slots_
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease, Phase, Slots
 
-G1, G2, G3 = (Generation(1, 0, step) for step in (10, 20, 30))
+G1, G2, G3, G4 = (Generation(1, 0, step) for step in (10, 20, 30, 40))
 
 
 def granted(slots: Slots, generation: Generation, source: str = "me", attempt: int = 1) -> tuple[Slots, int]:
@@ -136,3 +136,33 @@ def test_a_buffer_that_its_writer_never_heard_of_is_free_when_it_asks_again():
     assert slots_.writer_starts(slots, "42:7").used == {}
     kept = filled(Slots("me"), G1)
     assert slots_.writer_starts(kept, "42:7") == kept
+
+
+def upload(generation, source="me"):
+    return Lease(f"upload {generation}", generation, None, source=source, persists=True)
+
+
+def test_an_upload_keeps_one_sources_buffer_and_adds_one_for_it():
+    slots = filled(filled(Slots("me"), G1), G1, source="peer")
+    slots = slots_.release(slots_.lease(slots, upload(G1)), [G1])
+    assert [(slot.source, slot.phase) for slot in slots.used.values()] == [("me", Phase.CONDEMNED)]
+    slots = filled(filled(slots, G2), G3)
+    assert slots_.grant(slots, G4, "me", 1, "w")[1] is None
+    slots = slots_.unlease(slots, upload(G1).id)
+    assert [slot.generation for slot in slots.used.values()] == [G2, G3]
+
+
+def test_an_upload_is_refused_while_another_generation_is_kept():
+    slots = filled(filled(Slots("me"), G1), G2)
+    for held in (Lease("handle", G1, 1), upload(G1)):
+        with pytest.raises(StoreError, match=r"no buffer to spare for an upload of generation 1\.0\.20: it keeps"):
+            slots_.lease(slots_.lease(slots, held), upload(G2))
+    assert len(slots_.lease(slots_.lease(slots, Lease("handle", G1, 1)), upload(G1)).leases) == 2
+    assert len(slots_.lease(slots_.lease(slots, Lease("push", G1, None)), upload(G2)).leases) == 2
+
+
+def test_an_upload_gives_way_to_a_worker_and_its_buffer_is_free():
+    slots = slots_.release(slots_.lease(filled(filled(Slots("me"), G1), G2), upload(G1)), [G1])
+    slots = slots_.lease(slots, Lease("handle", G2, 1))
+    assert list(slots.leases) == ["handle"]
+    assert [slot.generation for slot in slots.used.values()] == [G2]
