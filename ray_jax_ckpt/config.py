@@ -127,3 +127,52 @@ class SnapshotConfig(_Settings):
     scrub_interval_s: float | None = Field(default=600.0, gt=0)
     tls: TlsConfig | None = None
     on_replica_mismatch: Literal["warn", "reject"] = "warn"
+
+
+class PersistConfig(_Settings):
+    """When snapshots are written to storage, by the stores that hold them, and what is kept there.
+
+    No call in the training loop is needed, and no training process takes part. What is due is the newest complete
+    snapshot: one is written at a time, and one that could not be, because the one before was still on its way, is
+    replaced by a newer one. The last complete snapshot of a run that ends is due whenever there is a cadence.
+
+    Attributes:
+        every_n_steps: A snapshot is due when a multiple of this has been passed since the last one that was. Best a
+            multiple of `SnapshotConfig.every_n_steps`. None: steps do not count.
+        every_s: A snapshot is due so many seconds after the last one was. None: time does not count.
+        num_to_keep: How many checkpoints stay: the best by `score_attribute`, or the newest. The newest always stays,
+            beside the best if it is none of them. None: all.
+        score_attribute: Name of the metric, as given to `snapshot(metrics=...)` on rank 0, that says which checkpoints
+            are the best. Ones that lack it, or have NaN, rank worst. None: the newest are the best.
+        score_order: Whether "max" or "min" of it is best.
+        keep_every_n_steps: Checkpoints at multiples of this stay for ever, and do not count in `num_to_keep`.
+        on_failure: Write the newest complete snapshot whenever a worker group fails, from the stores that live, while
+            the next group starts.
+        on_preemption: Write the snapshot that is taken because nodes are going to be preempted.
+        max_concurrent: Files that one store writes at a time.
+        max_bandwidth_bytes_per_s: Upper limit of what one store writes. None: none.
+        retries: Further tries for each file that cannot be written, after growing and varying pauses. What trying again
+            cannot help (full, read-only, forbidden) is not tried again.
+        timeout_s: Bound, in seconds, of writing one checkpoint. What is not finished by then counts as failed.
+        fail_after: So many failures in a row fail the run. None: training never fails because of storage; each failure
+            is a warning and an event.
+    """
+
+    every_n_steps: int | None = Field(default=None, ge=1)
+    every_s: float | None = Field(default=None, gt=0)
+    num_to_keep: int | None = Field(default=None, ge=1)
+    score_attribute: str | None = Field(default=None, min_length=1)
+    score_order: Literal["max", "min"] = "max"
+    keep_every_n_steps: int | None = Field(default=None, ge=1)
+    on_failure: bool = True
+    on_preemption: bool = True
+    max_concurrent: int = Field(default=4, ge=1)
+    max_bandwidth_bytes_per_s: float | None = Field(default=None, gt=0)
+    retries: int = Field(default=5, ge=0)
+    timeout_s: float = Field(default=1800.0, gt=0)
+    fail_after: int | None = Field(default=None, ge=1)
+
+    @property
+    def has_cadence(self) -> bool:
+        """Whether anything is written without a failure or a preemption."""
+        return self.every_n_steps is not None or self.every_s is not None
