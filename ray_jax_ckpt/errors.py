@@ -21,7 +21,8 @@ Each class is also the builtin a caller would expect, so ``except TimeoutError``
     │   ├── RestoreTimeoutError  (TimeoutError)         ... because something did not happen in time
     │   ├── SnapshotLostError    (FileNotFoundError)    ... because no living store holds a part of it
     │   ├── IntegrityError       (ValueError)           ... because the bytes are not those that were captured
-    │   └── NoCheckpointError    (FileNotFoundError)    ... because there is no checkpoint on storage
+    │   ├── NoCheckpointError    (FileNotFoundError)    ... because there is no checkpoint on storage
+    │   └── StorageError         (OSError)              ... because storage did not give what is there
     ├── StoreError               (RuntimeError)         a snapshot store refused or failed
     │   ├── StaleAttemptError    (RuntimeError)         ... because the caller belongs to an older attempt
     │   ├── AlreadyHeldError     (FileExistsError)      ... because it has what it was to be sent
@@ -96,6 +97,10 @@ class IntegrityError(RestoreError, ValueError):
 
 class NoCheckpointError(RestoreError, FileNotFoundError, ValueError):
     """A path on storage at which there is no directory, or no checkpoint."""
+
+
+class StorageError(RestoreError, OSError):
+    """Storage that did not give what is there: access was denied, the connection was lost."""
 
 
 class StoreError(CheckpointError, RuntimeError):

@@ -29,7 +29,6 @@ from ray_jax_ckpt.errors import (
 )
 from ray_jax_ckpt.memory.announce import Listener
 from ray_jax_ckpt.memory.messages import Decision
-from ray_jax_ckpt.memory.system import available_bytes
 from ray_jax_ckpt.memory.tls import Tls, load_tls
 from ray_jax_ckpt.model import attendance
 from ray_jax_ckpt.model.announce import Position
@@ -40,6 +39,7 @@ from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.pipeline import GRACE_S, Job, Pipeline
 from ray_jax_ckpt.start_hook import Wiring
+from ray_jax_ckpt.system import available_bytes
 
 logger = logging.getLogger(__name__)
 

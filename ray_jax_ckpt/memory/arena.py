@@ -21,8 +21,8 @@ from types import TracebackType
 import numpy as np
 
 from ray_jax_ckpt.errors import MemoryLimitError, StoreError
-from ray_jax_ckpt.memory.system import available_bytes, process_start_time
-from ray_jax_ckpt.memory.system import process_alive as process_alive
+from ray_jax_ckpt.system import available_bytes, process_start_time
+from ray_jax_ckpt.system import process_alive as process_alive
 
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_READ = 22

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ray_jax_ckpt.batch import BatchMemory
 from ray_jax_ckpt.errors import (
     AuthenticationError,
     CheckpointError,
@@ -18,7 +19,6 @@ from ray_jax_ckpt.errors import (
     SnapshotLostError,
 )
 from ray_jax_ckpt.memory import arena
-from ray_jax_ckpt.memory.batch import BatchMemory
 from ray_jax_ckpt.memory.messages import Located
 from ray_jax_ckpt.memory.tls import Tls
 from ray_jax_ckpt.memory.transfer import FlightClients, Range, streams_for

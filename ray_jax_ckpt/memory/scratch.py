@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ray_jax_ckpt.memory.system import process_alive, process_start_time
+from ray_jax_ckpt.system import process_alive, process_start_time
 
 _NAME = re.compile(r"rjc-data-(\d+)-(\d+)-\w+")
 

@@ -22,7 +22,6 @@ from ray_jax_ckpt.memory.pusher import Pusher
 from ray_jax_ckpt.memory.scratch import sweep_scratch
 from ray_jax_ckpt.memory.scrub import Scrub
 from ray_jax_ckpt.memory.shelf import Shelf
-from ray_jax_ckpt.memory.system import process_alive, process_start_time
 from ray_jax_ckpt.memory.tls import load_tls
 from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader, streams_for
 from ray_jax_ckpt.model import pushes
@@ -33,6 +32,7 @@ from ray_jax_ckpt.model.pushes import PushJob
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
+from ray_jax_ckpt.system import process_alive, process_start_time
 
 logger = logging.getLogger(__name__)
 

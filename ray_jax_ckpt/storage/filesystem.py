@@ -145,7 +145,7 @@ def _from_uri(uri: str) -> Place:
 
 
 def _plain_endpoint(uri: str) -> str:
-    """pyarrow wants the endpoint of an S3 store without its scheme, which is a parameter of its own."""
+    """Pyarrow wants the endpoint of an S3 store without its scheme, which is a parameter of its own."""
     parts = urllib.parse.urlsplit(uri)
     query = dict(urllib.parse.parse_qsl(parts.query))
     scheme, found, host = query.get("endpoint_override", "").partition("://")

@@ -21,11 +21,11 @@ from ray_jax_ckpt.errors import CheckpointError
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
 from ray_jax_ckpt.memory.messages import Decision, Member
-from ray_jax_ckpt.memory.system import process_alive, process_start_time
 from ray_jax_ckpt.model.books import Status
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Phase, Slot
 from ray_jax_ckpt.start_hook import Wiring
+from ray_jax_ckpt.system import process_alive, process_start_time
 from ray_jax_ckpt.testing import LiveRun
 
 CONFIG = SnapshotConfig(every_n_steps=1, copies=2, timeout_s=8, orphan_timeout_s=120)

@@ -24,7 +24,7 @@ from ray_jax_ckpt.memory.arena import (
     SegmentHandle,
     open_segment,
 )
-from ray_jax_ckpt.memory.system import available_bytes, process_alive, process_start_time
+from ray_jax_ckpt.system import available_bytes, process_alive, process_start_time
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 4096

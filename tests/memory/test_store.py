@@ -23,8 +23,8 @@ from ray_jax_ckpt.errors import (
     StaleAttemptError,
 )
 from ray_jax_ckpt.memory import fleet
-from ray_jax_ckpt.memory.system import process_alive, process_start_time
 from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.system import process_alive, process_start_time
 
 
 def kill_store(group, rank: int) -> None:

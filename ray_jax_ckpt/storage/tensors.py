@@ -1,0 +1,159 @@
+"""Arrays that tensorstore reads: those in an OCDBT database, and those that plain Orbax wrote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow.fs as pafs
+import tensorstore as ts
+
+from ray_jax_ckpt.errors import CheckpointError, IntegrityError, StorageError
+from ray_jax_ckpt.model.shards import Box, extent, volume
+from ray_jax_ckpt.storage.filesystem import describe
+from ray_jax_ckpt.storage.loopback import Files, FileServer
+from ray_jax_ckpt.storage.segments import PIECE_BYTES, Share
+from ray_jax_ckpt.storage.streams import Deadline
+
+_INDEX_CACHE_BYTES = 64 << 20
+_BAND_BYTES = 4 * PIECE_BYTES
+_SMALL_CHUNK_BYTES = 64 << 20
+# Opened at a time: each takes a request or two.
+_BATCH = 256
+
+
+class Tensors:
+    """The arrays of a checkpoint's directory, by name. A context manager; any thread may read.
+
+    Args:
+        filesystem: Where it is.
+        path: Of the directory.
+        files: Its files, for a filesystem that tensorstore does not read by itself; None for the local one.
+        is_database: Whether the arrays are in an OCDBT database.
+        driver: "zarr" or "zarr3".
+        streams: Requests at the same time.
+    """
+
+    def __init__(
+        self,
+        filesystem: pafs.FileSystem,
+        path: str,
+        files: Files | None,
+        *,
+        is_database: bool,
+        driver: str,
+        streams: int,
+    ) -> None:
+        self._where, self._is_database, self._driver = describe(filesystem, path), is_database, driver
+        self._path, self._arrays = path.rstrip("/"), dict[str, ts.TensorStore]()
+        self._server = None if files is None else FileServer(files)
+        limit = {"limit": streams}
+        self._context = ts.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "cache_pool#index": {"total_bytes_limit": _INDEX_CACHE_BYTES},
+                "data_copy_concurrency": limit,
+                "file_io_concurrency": limit,
+                "http_request_concurrency": limit,
+                "http_request_retries": {"max_retries": 2, "initial_delay": "100ms", "max_delay": "1s"},
+            }
+        )
+
+    def __enter__(self) -> Tensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the serving of files."""
+        self._arrays.clear()
+        if self._server is not None:
+            self._server.close()
+
+    def open(self, names: Sequence[str], deadline: Deadline) -> list[ts.TensorStore]:
+        """Arrays; those that were opened before, again.
+
+        Raises:
+            IntegrityError: There is none of that name, or it is none that can be read.
+            StorageError, RestoreTimeoutError: It cannot be opened.
+        """
+        missing = [name for name in dict.fromkeys(names) if name not in self._arrays]
+        for first in range(0, len(missing), _BATCH):
+            batch = missing[first : first + _BATCH]
+            futures = [ts.open(self._spec(name), open=True, read=True, context=self._context) for name in batch]
+            for name, future in zip(batch, futures, strict=True):
+                array = self._result(future, f"array {name!r}", deadline)
+                self._check_chunks(name, array)
+                self._arrays[name] = array
+        return [self._arrays[name] for name in names]
+
+    def read(self, name: str, share: Share, deadline: Deadline) -> None:
+        """Reads the box that a share takes of an array, a few chunks at a time."""
+        (array,), dtype = self.open([name], deadline), share.target.dtype
+        if array.dtype.numpy_dtype != dtype or array.shape != extent(share.stored_box):
+            raise IntegrityError(
+                f"array {name!r} in {self._where} is {array.dtype.name}{list(array.shape)}, and the checkpoint says "
+                f"{dtype}{list(extent(share.stored_box))}."
+            )
+        for box in bands(share.shared, _chunks(array), dtype.itemsize, _BAND_BYTES):
+            deadline.check(f"Reading array {name!r} in {self._where}")
+            part = Share(share.target, share.target_box, share.stored_box, box)
+            source = array[tuple(slice(*side) for side in box)]
+            target = ts.array(part.view, copy=False, write=True)
+            self._result(target.write(source.translate_to[0] if box else source), f"array {name!r}", deadline)
+
+    def _spec(self, name: str) -> dict[str, Any]:
+        if self._server is None:
+            root: dict[str, Any] = {"driver": "file", "path": f"{self._path}/"}
+            below = {"driver": "file", "path": f"{self._path}/{name}/"}
+        else:
+            root, below = self._server.spec(""), self._server.spec(f"{name}/")
+        if self._is_database:
+            below = {"driver": "ocdbt", "base": root, "path": f"{name}/", "cache_pool": "cache_pool#index"}
+        return {"driver": self._driver, "kvstore": below, "recheck_cached_data": "open"}
+
+    def _result(self, future: Any, what: str, deadline: Deadline) -> Any:
+        try:
+            return future.result(timeout=max(deadline.left_s, 0.001))
+        except TimeoutError:
+            raise deadline.error(f"Reading {what} in {self._where}") from None
+        except (ValueError, OSError, RuntimeError) as error:
+            raise self._meaning(what, error) from error
+
+    def _meaning(self, what: str, error: Exception) -> CheckpointError:
+        if self._server is not None and self._server.error is not None:
+            return self._server.error
+        # Its first line; what follows is the specification.
+        text = str(error).split(" [", 1)[0]
+        transient = any(code in text for code in ("UNAVAILABLE", "PERMISSION_DENIED", "DEADLINE_EXCEEDED", "UNKNOWN"))
+        kind = StorageError if transient else IntegrityError
+        return kind(f"{what} in {self._where} cannot be read: {text}")
+
+    def _check_chunks(self, name: str, array: ts.TensorStore) -> None:
+        """A chunk is decoded whole: one that claims to be larger than its array would take any amount of memory."""
+        itemsize = array.dtype.numpy_dtype.itemsize
+        size, most = math.prod(_chunks(array)) * itemsize, math.prod(array.shape) * itemsize
+        if size > max(_SMALL_CHUNK_BYTES, 2 * most):
+            raise IntegrityError(
+                f"array {name!r} in {self._where} has {most} bytes, and claims that its chunks have {size} each."
+            )
+
+
+def _chunks(array: ts.TensorStore) -> tuple[int, ...]:
+    """Of what is decoded at a time."""
+    return tuple(map(int, array.chunk_layout.read_chunk.shape or array.shape))
+
+
+def bands(box: Box, chunks: Sequence[int], itemsize: int, limit_bytes: int) -> Iterator[Box]:
+    """A box cut along the borders of chunks into boxes of `limit_bytes`, or of one chunk where that is larger."""
+    if volume(box) * itemsize > limit_bytes:
+        for axis, ((start, stop), chunk) in enumerate(zip(box, chunks, strict=True)):
+            first, last = start // chunk, -(-stop // chunk)
+            if last - first > 1:
+                cut = (first + last) // 2 * chunk
+                for side in ((start, cut), (cut, stop)):
+                    yield from bands((*box[:axis], side, *box[axis + 1 :]), chunks, itemsize, limit_bytes)
+                return
+    yield box
