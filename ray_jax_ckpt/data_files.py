@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ray_jax_ckpt.errors import DataStateError
-from ray_jax_ckpt.memory.scratch import make_scratch
+from ray_jax_ckpt.scratch import make_scratch
 
 
 def saves_files(x: Any) -> bool:

@@ -19,7 +19,6 @@ from ray_jax_ckpt.memory.content import Content, push_message
 from ray_jax_ckpt.memory.intake import Intake
 from ray_jax_ckpt.memory.messages import Grant, Group, Inventory, Probe, RankIndex, StoreSettings, StoreView
 from ray_jax_ckpt.memory.pusher import Pusher
-from ray_jax_ckpt.memory.scratch import sweep_scratch
 from ray_jax_ckpt.memory.scrub import Scrub
 from ray_jax_ckpt.memory.shelf import Shelf
 from ray_jax_ckpt.memory.tls import load_tls
@@ -32,6 +31,7 @@ from ray_jax_ckpt.model.pushes import PushJob
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
+from ray_jax_ckpt.scratch import sweep_scratch
 from ray_jax_ckpt.system import process_alive, process_start_time
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from ray_jax_ckpt.errors import ConfigError, NoCheckpointError, StorageError
+from ray_jax_ckpt.errors import CheckpointError, ConfigError, NoCheckpointError, StorageError
 
 Place = tuple[pafs.FileSystem, str]
 """A filesystem and a path on it."""
@@ -32,11 +32,9 @@ _MEANINGS = {
 
 def is_place(where: Any) -> bool:
     """Whether `resolve` takes it, as far as its type tells."""
-    if isinstance(where, str | os.PathLike):
-        return True
     if isinstance(where, tuple):
         return len(where) == 2 and isinstance(where[0], str | os.PathLike) and _is_filesystem(where[1])
-    return isinstance(getattr(where, "path", None), str) and _is_filesystem(getattr(where, "filesystem", None))
+    return _is_checkpoint(where) or isinstance(where, str | os.PathLike)
 
 
 def resolve(where: Any, filesystem: Any = None) -> Place:
@@ -51,15 +49,17 @@ def resolve(where: Any, filesystem: Any = None) -> Place:
     Raises:
         ConfigError: It is none of these, or there is no filesystem of that name.
     """
-    if not isinstance(where, str | os.PathLike):
-        if not is_place(where):
-            raise ConfigError(
-                f"{where!r:.200} is no place on storage. Give a path, a URI, a (path, filesystem) pair, or a "
-                "ray.train.Checkpoint."
-            )
-        where, own = where if isinstance(where, tuple) else (where.path, where.filesystem)
-        filesystem = own if filesystem is None else filesystem
-    path = os.fspath(where)
+    if not is_place(where):
+        raise ConfigError(
+            f"{where!r:.200} is no place on storage. Give a path, a URI, a (path, filesystem) pair, or a "
+            "ray.train.Checkpoint."
+        )
+    own = None
+    if isinstance(where, tuple):
+        where, own = where
+    elif _is_checkpoint(where):
+        where, own = where.path, where.filesystem
+    filesystem, path = own if filesystem is None else filesystem, os.fspath(where)
     if not isinstance(path, str) or not path:
         raise ConfigError(f"{where!r} is no path on storage.")
     if filesystem is not None:
@@ -90,9 +90,9 @@ def reading(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
-        if isinstance(error, NoCheckpointError):
-            raise
         raise NoCheckpointError(f"{what}: there is no such file or directory. ({error})") from error
     except (OSError, pa.ArrowException) as error:
         raise StorageError(f"{what} failed: {_meaning(error)}{error}") from error
@@ -101,6 +101,11 @@ def reading(what: str) -> Iterator[None]:
 def _meaning(error: Exception) -> str:
     text = str(error)
     return next((f"{words} " for code, words in _MEANINGS.items() if code in text), "")
+
+
+def _is_checkpoint(x: Any) -> bool:
+    # Not by being no path: Ray's has `__fspath__`, to say that it is none.
+    return isinstance(getattr(x, "path", None), str) and _is_filesystem(getattr(x, "filesystem", None))
 
 
 def _is_filesystem(x: Any) -> bool:

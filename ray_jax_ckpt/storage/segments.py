@@ -81,7 +81,8 @@ class Share:
     @property
     def view(self) -> np.ndarray:
         """Of the target, what it takes."""
-        return self.target[within(self.shared, self.target_box)]
+        # With the ellipsis it is a view also where there are no dimensions.
+        return self.target[(..., *within(self.shared, self.target_box))]
 
     @property
     def is_whole(self) -> bool:

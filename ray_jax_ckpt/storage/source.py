@@ -12,15 +12,17 @@ from ray_jax_ckpt.model.recovery import Want
 
 
 class Source(Protocol):
-    """An open checkpoint. A context manager; used by one thread.
+    """An open checkpoint. A context manager; used by one thread."""
 
-    Attributes:
-        step: The training step; None if nothing says it.
-        metrics: Per rank.
-    """
+    @property
+    def step(self) -> int | None:
+        """The training step; None if nothing says it."""
+        ...
 
-    step: int | None
-    metrics: Mapping[int, Mapping[str, float]]
+    @property
+    def metrics(self) -> Mapping[int, Mapping[str, float]]:
+        """Per rank."""
+        ...
 
     def indices(self, template: Sequence[tuple[str, Sequence[Sequence[Any]], Any]] | None) -> Sequence[Index]:
         """One per rank of the group that wrote it.

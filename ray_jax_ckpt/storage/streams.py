@@ -86,12 +86,15 @@ def run(jobs: Sequence[Job], *, streams: int, deadline: Deadline) -> None:
     running: dict[int, str] = {}
     for number in range(count):
         # Not of a pool: the interpreter would wait for its threads when it ends.
-        threading.Thread(target=_work, args=(number, todo, done, running), daemon=True, name="rjc-storage").start()
+        threading.Thread(
+            target=_work, args=(number, todo, done, running, deadline), daemon=True, name="rjc-storage"
+        ).start()
     try:
         for _ in jobs:
             _wait(done, running, deadline)
-    finally:
+    except BaseException:
         deadline.stopped.set()
+        raise
 
 
 def _wait(done: queue.SimpleQueue[BaseException | None], running: dict[int, str], deadline: Deadline) -> None:
@@ -108,8 +111,9 @@ def _work(
     todo: queue.SimpleQueue[Job | None],
     done: queue.SimpleQueue[BaseException | None],
     running: dict[int, str],
+    deadline: Deadline,
 ) -> None:
-    while (job := todo.get()) is not None:
+    while not deadline.stopped.is_set() and (job := todo.get()) is not None:
         running[number] = job.name
         try:
             job.run()

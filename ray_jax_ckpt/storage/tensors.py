@@ -33,6 +33,7 @@ class Tensors:
         is_database: Whether the arrays are in an OCDBT database.
         driver: "zarr" or "zarr3".
         streams: Requests at the same time.
+        complete: Whether a chunk that is missing is an error; else its elements are the fill value.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Tensors:
         is_database: bool,
         driver: str,
         streams: int,
+        complete: bool = True,
     ) -> None:
         self._where, self._is_database, self._driver = describe(filesystem, path), is_database, driver
+        self._complete = complete
         self._path, self._arrays = path.rstrip("/"), dict[str, ts.TensorStore]()
         self._server = None if files is None else FileServer(files)
         limit = {"limit": streams}
@@ -112,7 +115,7 @@ class Tensors:
             root, below = self._server.spec(""), self._server.spec(f"{name}/")
         if self._is_database:
             below = {"driver": "ocdbt", "base": root, "path": f"{name}/", "cache_pool": "cache_pool#index"}
-        return {"driver": self._driver, "kvstore": below, "recheck_cached_data": "open"}
+        return {"driver": self._driver, "kvstore": below, "fill_missing_data_reads": not self._complete}
 
     def _result(self, future: Any, what: str, deadline: Deadline) -> Any:
         try:
@@ -143,7 +146,7 @@ class Tensors:
 
 def _chunks(array: ts.TensorStore) -> tuple[int, ...]:
     """Of what is decoded at a time."""
-    return tuple(map(int, array.chunk_layout.read_chunk.shape or array.shape))
+    return tuple(size or 1 for size in array.chunk_layout.read_chunk.shape or array.shape)
 
 
 def bands(box: Box, chunks: Sequence[int], itemsize: int, limit_bytes: int) -> Iterator[Box]:

@@ -22,9 +22,9 @@ from orbax.checkpoint import v1 as ocp
 from ray_jax_ckpt.data_state import DataCapture, DataRoom, decode_states, put_back, reshard, write_blobs
 from ray_jax_ckpt.digest import copy_and_digest
 from ray_jax_ckpt.errors import DataStateError, SnapshotLostError
-from ray_jax_ckpt.memory.scratch import make_scratch, sweep_scratch
 from ray_jax_ckpt.model.index import Index, Layout, lay_out
 from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.scratch import make_scratch, sweep_scratch
 
 ROOMY = 2**28
 
@@ -293,7 +293,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (
         "import os, tempfile; tempfile.tempdir = os.environ['WHERE']\n"
-        "from ray_jax_ckpt.memory.scratch import make_scratch\n"
+        "from ray_jax_ckpt.scratch import make_scratch\n"
         "(make_scratch() / 'file').write_text('x'); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"WHERE": str(tmp_path)}, check=False)

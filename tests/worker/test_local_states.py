@@ -23,7 +23,7 @@ from ray_jax_ckpt.errors import DataStateError, TreeMismatchError
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
 from ray_jax_ckpt.memory.messages import Member
-from ray_jax_ckpt.memory.scratch import make_scratch
+from ray_jax_ckpt.scratch import make_scratch
 
 TIMEOUT_S = 60
 

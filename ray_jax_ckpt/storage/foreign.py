@@ -1,0 +1,297 @@
+"""Opens checkpoints that plain Orbax wrote, by v0 or v1: OCDBT or files, zarr 2 or 3.
+
+What Orbax 0.12.8 has on disk, and older ones had:
+
+* A tree's directory holds `_METADATA`: JSON with the path, a type, and a few properties of every leaf. It is the
+  checkpoint's directory itself, or below it: `default` (CheckpointManager), `state` (v1.save), `pytree`, or any name.
+* An array's name is its path joined with dots. In a directory of that name, or below that prefix of the OCDBT database
+  (`manifest.ocdbt`), it is a zarr of version 2, or 3 where `use_zarr3` says so.
+* Strings are in `_strings.json`, found by the JSON pointer "/" + name. Numbers are arrays of no dimensions.
+* `array_metadatas/process_0` says which arrays are the data of PRNG keys. Without it they are plain uint32.
+* Nothing tells what a file has to contain; a missing chunk is noticed, if `store_array_data_equal_to_fill_value`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow.fs as pafs
+
+from ray_jax_ckpt.batch import BatchMemory
+from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError, NotSupportedError, RestoreError
+from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.model.recovery import Want
+from ray_jax_ckpt.model.shards import extent, volume, whole
+from ray_jax_ckpt.storage.entries import Empty, Entry, TemplateLeaf, index_of
+from ray_jax_ckpt.storage.filesystem import describe, join, reading
+from ray_jax_ckpt.storage.loopback import PlainFiles
+from ray_jax_ckpt.storage.manifest import MAX_LEAVES, MAX_MANIFEST_BYTES, check_path
+from ray_jax_ckpt.storage.segments import Share
+from ray_jax_ckpt.storage.steps import step_of
+from ray_jax_ckpt.storage.streams import Deadline, Job, run
+from ray_jax_ckpt.storage.tensors import Tensors
+
+TREE = "_METADATA"
+_STRINGS, _ARRAYS, _DATABASE = "_strings.json", "array_metadatas", "manifest.ocdbt"
+_PREFERRED = ("state", "default", "pytree")
+_EMPTY = {"None": "none", "Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "none"}
+_KINDS = {"jax.Array": "array", "np.ndarray": "numpy", "scalar": "scalar", "string": "string"}
+_TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+def find_tree(filesystem: pafs.FileSystem, path: str) -> str | None:
+    """The directory of the tree of an Orbax checkpoint; None if there is none at or directly below a path.
+
+    Raises:
+        NoCheckpointError: There are several trees, and none of a usual name; they are named.
+        NotSupportedError: It is of the time before `_METADATA`.
+        StorageError: The directory cannot be listed.
+    """
+    if _TEMPORARY in os.path.basename(path):
+        return None
+    with reading(f"Listing {describe(filesystem, path)}"):
+        listed = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+    names = {info.base_name: info.type for info in listed}
+    if TREE in names:
+        return path
+    below = sorted(name for name, kind in names.items() if kind == pafs.FileType.Directory and _TEMPORARY not in name)
+    with reading(f"Looking into {describe(filesystem, path)}"):
+        infos = filesystem.get_file_info([join(path, name, TREE) for name in below])
+    trees = [name for name, info in zip(below, infos, strict=True) if info.type == pafs.FileType.File]
+    steps = [name for name in trees if step_of(name) is not None]
+    chosen = next((name for name in _PREFERRED if name in trees), None)
+    if chosen is None and trees and not steps:
+        if len(trees) > 1:
+            raise NoCheckpointError(
+                f"{describe(filesystem, path)} holds several trees: {', '.join(trees[:10])}. Give the path of one."
+            )
+        chosen = trees[0]
+    if chosen is None and names.get("checkpoint") == pafs.FileType.File:
+        raise NotSupportedError(
+            f"{describe(filesystem, path)} was written by flax or by an Orbax of the time before {TREE}. Load it with "
+            "Orbax and save it again."
+        )
+    return None if chosen is None else join(path, chosen)
+
+
+class Foreign:
+    """An open checkpoint of plain Orbax. A context manager; not thread-safe.
+
+    Args:
+        filesystem: Where it is.
+        path: Of the tree's directory.
+        step: The training step, if the path says it.
+        streams: Chunks that are read at the same time.
+        timeout_s: Bound of opening it, and of each `fetch`.
+        available_bytes: Memory that there is; None: not known.
+
+    Raises:
+        IntegrityError, NoCheckpointError, NotSupportedError, StorageError, RestoreTimeoutError: It cannot be opened.
+    """
+
+    def __init__(
+        self,
+        filesystem: pafs.FileSystem,
+        path: str,
+        *,
+        step: int | None,
+        streams: int,
+        timeout_s: float,
+        available_bytes: int | None = None,
+    ) -> None:
+        self._filesystem, self._path, self._timeout_s, self._streams = filesystem, path, timeout_s, streams
+        self._where, self._available_bytes = describe(filesystem, path), available_bytes
+        self.step = step
+        self.metrics: Mapping[int, Mapping[str, float]] = {}
+        tree = _json(filesystem, join(path, TREE))
+        is_local = isinstance(filesystem, pafs.LocalFileSystem)
+        if is_local:
+            _check_links(path)
+        files = PlainFiles(filesystem, path, timeout_s)
+        is_database = tree.get("use_ocdbt")
+        if is_database is None:
+            is_database = files.size(_DATABASE) is not None
+        self._tensors = Tensors(
+            filesystem,
+            path,
+            None if is_local else files,
+            is_database=bool(is_database),
+            driver="zarr3" if tree.get("use_zarr3") else "zarr",
+            streams=streams,
+            complete=bool(tree.get("store_array_data_equal_to_fill_value")),
+        )
+        self._memory = BatchMemory()
+        try:
+            self._entries, self._empty = self._read(tree, Deadline.after(timeout_s))
+        except BaseException:
+            self._tensors.close()
+            raise
+
+    def __enter__(self) -> Foreign:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors.close()
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """Its leaves."""
+        return self._entries
+
+    def indices(self, template: Sequence[TemplateLeaf] | None) -> list[Index]:
+        """See `Source`."""
+        return [index_of(self._entries, self._empty, template, self.step)]
+
+    def fetch(self, wants: Sequence[Want], dtypes: Sequence[np.dtype]) -> list[np.ndarray]:
+        """See `Source`.
+
+        Raises:
+            IntegrityError, StorageError, RestoreTimeoutError: The bytes cannot be had.
+            RestoreError: There is not enough memory.
+        """
+        deadline = Deadline.after(self._timeout_s)
+        total = sum(volume(want.box) * dtype.itemsize for want, dtype in zip(wants, dtypes, strict=True))
+        if self._available_bytes is not None and total > self._available_bytes:
+            raise RestoreError(
+                f"{self._where} has arrays of {total} bytes, and this process can take {self._available_bytes}. "
+                "Restore fewer leaves (partial=True), or shard them over more processes."
+            )
+        self._memory.reset()
+        results, jobs = [], []
+        for want, dtype in zip(wants, dtypes, strict=True):
+            memory = self._memory.take(volume(want.box) * dtype.itemsize)
+            results.append(memory.view(dtype).reshape(extent(want.box)))
+            (stored, _), *_ = want.found()
+            entry = self._entries[stored.item.leaf]
+            name, share = ".".join(entry.names), Share(results[-1], want.box, whole(entry.shape), want.box)
+            jobs.append(Job(f"Reading array {name!r}", partial(self._tensors.read, name, share, deadline)))
+        run(jobs, streams=self._streams, deadline=deadline)
+        return results
+
+    # What is in it.
+
+    def _read(self, tree: Mapping[str, Any], deadline: Deadline) -> tuple[list[Entry], list[Empty]]:
+        leaves, empty, before = [], [], 0
+        try:
+            described = list(tree["tree_metadata"].values())
+            for one in described:
+                keys = tuple(map(_key, one["key_metadata"]))
+                properties = one["value_metadata"]
+                kind, skipped = str(properties["value_type"]), bool(properties.get("skip_deserialize"))
+                if kind in _EMPTY:
+                    empty.append(Empty(keys, _EMPTY[kind], before))
+                elif not skipped:
+                    leaves.append((keys, kind))
+                    before += 1
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise IntegrityError(f"{self._where}/{TREE} is damaged: {error!r}.") from None
+        if len(described) > MAX_LEAVES:
+            raise IntegrityError(f"{self._where} has {len(described)} leaves, and {MAX_LEAVES} are read at most.")
+        return self._described(leaves, deadline), empty
+
+    def _described(self, leaves: Sequence[tuple[Any, str]], deadline: Deadline) -> list[Entry]:
+        names = [".".join(str(key) for _, key in keys) for keys, _ in leaves]
+        unknown = [f"{name} ({kind})" for name, (_, kind) in zip(names, leaves, strict=True) if kind not in _KINDS]
+        if unknown:
+            raise NotSupportedError(f"{self._where} has leaves of types that only their writer knows: {unknown[:5]}.")
+        for name, (_, kind) in zip(names, leaves, strict=True):
+            _check_name(name, kind, self._where)
+        arrays = [name for name, (_, kind) in zip(names, leaves, strict=True) if kind != "string"]
+        tensors = dict(zip(arrays, self._tensors.open(arrays, deadline), strict=True))
+        impls = self._key_impls() if "jax.Array" in {kind for _, kind in leaves} else {}
+        texts = _json(self._filesystem, join(self._path, _STRINGS)) if len(arrays) < len(names) else {}
+        numbers = self._numbers([name for name in arrays if not tensors[name].shape], deadline)
+        entries = []
+        for name, (keys, kind) in zip(names, leaves, strict=True):
+            if kind == "string":
+                entries.append(Entry(keys, "string", value=_text(texts, name, self._where)))
+                continue
+            array, impl = tensors[name], impls.get(name) if kind == "jax.Array" else None
+            found: Any = "key" if impl else _KINDS[kind]
+            shape, dtype = tuple(array.shape), array.dtype.numpy_dtype
+            if impl and not (shape and dtype == np.uint32):
+                raise IntegrityError(f"{self._where} has {dtype.name}{list(shape)} as the data of PRNG keys {name!r}.")
+            entries.append(Entry(keys, found, shape, dtype, impl, numbers.get(name)))
+        return entries
+
+    def _numbers(self, names: Sequence[str], deadline: Deadline) -> dict[str, Any]:
+        """What has no dimensions: it may be asked for as a plain value, which is not fetched later."""
+        arrays = self._tensors.open(names, deadline)
+        found = {name: np.empty((), array.dtype.numpy_dtype) for name, array in zip(names, arrays, strict=True)}
+        jobs = [
+            Job(f"Reading {name!r}", partial(self._tensors.read, name, Share(target, (), (), ()), deadline))
+            for name, target in found.items()
+        ]
+        run(jobs, streams=self._streams, deadline=deadline)
+        return {name: target[()] for name, target in found.items()}
+
+    def _key_impls(self) -> dict[str, str]:
+        """PRNG implementation of each array that is the data of keys."""
+        path = join(self._path, _ARRAYS)
+        with reading(f"Listing {describe(self._filesystem, path)}"):
+            listed = self._filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+        files = sorted(info.path for info in listed if info.base_name.startswith("process_"))
+        if not files:
+            return {}
+        # All processes write the same.
+        described = _json(self._filesystem, files[0])
+        try:
+            arrays = [one["array_metadata"] for one in described.get("array_metadatas", ())]
+            impls = {str(one["param_name"]): (one.get("ext_metadata") or {}).get("random_key_impl") for one in arrays}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise IntegrityError(f"{describe(self._filesystem, files[0])} is damaged: {error!r}.") from None
+        return {name: str(impl) for name, impl in impls.items() if impl}
+
+
+def _key(raw: Mapping[str, Any]) -> tuple[str, Any]:
+    return ("s", int(raw["key"])) if raw["key_type"] == 1 else ("d", str(raw["key"]))
+
+
+def _check_name(name: str, kind: str, where: str) -> None:
+    """A name is part of a path, and is not to lead out of the directory."""
+    if kind == "string" or not name:
+        return
+    try:
+        check_path(name)
+    except ValueError as error:
+        raise IntegrityError(f"{where} has a leaf whose name cannot be that of an array: {error}.") from None
+
+
+def _check_links(path: str) -> None:
+    """No symbolic link in a local directory may lead out of it."""
+    root = os.path.realpath(path)
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            found = os.path.join(folder, name)
+            if os.path.islink(found) and not f"{os.path.realpath(found)}/".startswith(f"{root}/"):
+                raise IntegrityError(f"{found} is a link to {os.path.realpath(found)}, outside of the checkpoint.")
+
+
+def _json(filesystem: pafs.FileSystem, path: str) -> dict[str, Any]:
+    where = describe(filesystem, path)
+    with reading(f"Reading {where}"), filesystem.open_input_stream(path) as file:
+        raw = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise IntegrityError(f"{where} has more than the {MAX_MANIFEST_BYTES} bytes that are read at most.")
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{where} is damaged: {type(error).__name__}: {error}.") from None
+    if not isinstance(found, dict):
+        raise IntegrityError(f"{where} is damaged: it is no JSON object.")
+    return found
+
+
+def _text(texts: Mapping[str, Any], name: str, where: str) -> str:
+    """A string by its name, which is a JSON pointer."""
+    found: Any = texts
+    for key in name.split("/"):
+        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    if not isinstance(found, str):
+        raise IntegrityError(f"{where}/{_STRINGS} lacks the string {name!r}.")
+    return found

@@ -1,0 +1,174 @@
+"""Brings checkpoints back from storage: those of this package, and plain Orbax's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow.fs as pafs
+
+from ray_jax_ckpt.arrays import tree
+from ray_jax_ckpt.arrays.assemble import Assembler, Options
+from ray_jax_ckpt.data_state import decode_states
+from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError
+from ray_jax_ckpt.storage.filesystem import Place, describe, join, reading, resolve
+from ray_jax_ckpt.storage.foreign import TREE, Foreign, find_tree
+from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST
+from ray_jax_ckpt.storage.reader import Reader
+from ray_jax_ckpt.storage.source import Source
+from ray_jax_ckpt.storage.steps import list_steps, step_of
+from ray_jax_ckpt.system import available_bytes
+
+logger = logging.getLogger(__name__)
+
+STREAMS = 4
+TIMEOUT_S = 600.0
+"""Bound of opening a checkpoint, and of each batch that is read of it."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` gives back.
+
+    Attributes:
+        state: The state, in the template's structure.
+        step: The training step; None if neither the checkpoint nor the name of its directory says it.
+        data_by_rank: Every rank's `data`, of the group that saved it; None where a rank gave none.
+        metrics: Every rank's metrics.
+        path: Where it was found.
+        source: "storage".
+    """
+
+    state: Any = field(repr=False)
+    step: int | None
+    data_by_rank: Mapping[int, Any] = field(repr=False)
+    metrics: Mapping[int, Mapping[str, float]]
+    path: str
+    source: str = "storage"
+
+
+def load(
+    where: Any,
+    abstract_state: Any = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    partial: bool = False,
+    cast: bool = False,
+    shardings: Any = None,
+    filesystem: Any = None,
+    streams: int = STREAMS,
+    timeout_s: float = TIMEOUT_S,
+) -> Loaded:
+    """Reads a checkpoint from storage: of what it holds, the ranges that this process needs.
+
+    Args:
+        where: See `filesystem.resolve`. The directory of a checkpoint, of this package or of Orbax, or one that holds
+            steps: the newest one that is whole is taken then.
+        abstract_state: See `ray_jax_ckpt.restore`, as for the next ones. Of an Orbax checkpoint leaves are found by the
+            names on their path.
+        rank: Of this process.
+        world_size: Of the group that restores together.
+        partial: Leaves of the checkpoint may be left out.
+        cast: Arrays may be converted to the template's dtype.
+        shardings: Count against the template's.
+        filesystem: Of pyarrow or fsspec, that `where` is on.
+        streams: Files or chunks that are read at the same time. Each takes a few megabytes, or a chunk where chunks are
+            compressed.
+        timeout_s: Bound of opening it, and of each batch that is read.
+
+    Raises:
+        NoCheckpointError: There is no checkpoint, or it was not finished.
+        IntegrityError: It is damaged, or lacks files.
+        TreeMismatchError: It does not fit the template.
+        StorageError, RestoreTimeoutError: Storage failed, or is too slow.
+        ConfigError: `where` is no place.
+    """
+    place = resolve(where, filesystem)
+
+    def restored(path: str) -> Loaded:
+        with open_checkpoint((place[0], path), rank=rank, streams=streams, timeout_s=timeout_s) as source:
+            return _restore(source, path, abstract_state, shardings, Options(partial, cast), (rank, world_size))
+
+    if _is_checkpoint(place):
+        return restored(place[1])
+    return _newest(place, restored)
+
+
+def open_checkpoint(place: Place, *, rank: int = 0, streams: int = STREAMS, timeout_s: float = TIMEOUT_S) -> Source:
+    """Opens the checkpoint at a path.
+
+    Args:
+        place: Filesystem and path.
+        rank: Of a group that opens it; rank 0 looks whether all files are there.
+        streams: See `load`.
+        timeout_s: See `load`.
+
+    Raises:
+        NoCheckpointError, IntegrityError, NotSupportedError, StorageError, RestoreTimeoutError: As `load`.
+    """
+    filesystem, path = place
+    try:
+        return Reader(filesystem, path, streams=streams, timeout_s=timeout_s, listed=rank == 0)
+    except NoCheckpointError:
+        if not _is_foreign(place):
+            raise _nothing(place) from None
+    found = find_tree(filesystem, path)
+    if found is None:
+        raise _nothing(place)
+    free = available_bytes()
+    return Foreign(filesystem, found, step=step_of(path), streams=streams, timeout_s=timeout_s, available_bytes=free)
+
+
+def _restore(
+    source: Source, path: str, template: Any, shardings: Any, options: Options, group: tuple[int, int]
+) -> Loaded:
+    leaves = None
+    if template is not None:
+        flat = tree.flatten(template)
+        keys = (tree.typed_key_path(key) for key in flat.keys)
+        leaves = list(zip(flat.paths, keys, flat.leaves, strict=True))
+    indices = source.indices(leaves)
+    state = Assembler(indices, *group).restore(template, shardings, options, source.fetch)
+    return Loaded(state, source.step, decode_states(indices, source.fetch), source.metrics, path)
+
+
+def _newest(place: Place, restored: Any) -> Loaded:
+    """The newest step that is whole; what is not is passed over with a warning."""
+    filesystem, path = place
+    failed: list[str] = []
+    for name in reversed(list_steps(filesystem, path).values()):
+        try:
+            found = restored(join(path, name))
+        except (NoCheckpointError, IntegrityError) as error:
+            failed.append(f"{name}: {error}")
+            logger.warning("Step passed over, since it is not whole: %s", error)
+            continue
+        return found
+    if failed:
+        raise NoCheckpointError(f"{describe(*place)} holds no whole checkpoint. Passed over: {' '.join(failed)}")
+    raise _nothing(place)
+
+
+def _is_checkpoint(place: Place) -> bool:
+    """Whether a path is that of a checkpoint, whole or not."""
+    filesystem, path = place
+    with reading(f"Looking at {describe(*place)}"):
+        infos = filesystem.get_file_info([join(path, MANIFEST), join(path, FOLDER)])
+    return any(info.type != pafs.FileType.NotFound for info in infos) or find_tree(filesystem, path) is not None
+
+
+def _is_foreign(place: Place) -> bool:
+    """Whether a directory without manifest may be Orbax's own: not if this package began to write it."""
+    filesystem, path = place
+    with reading(f"Looking at {describe(*place)}"):
+        return filesystem.get_file_info(join(path, FOLDER)).type == pafs.FileType.NotFound
+
+
+def _nothing(place: Place) -> NoCheckpointError:
+    return NoCheckpointError(
+        f"There is no checkpoint at {describe(*place)}: neither {MANIFEST} of a finished one of this package, nor "
+        f"Orbax's {TREE} there or in a directory below, nor directories named by a step, such as ckpt-7 or 7."
+    )
