@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from faults.crew import Crew, eventually
-from ray_jax_ckpt.memory.system import process_alive, process_start_time
+from ray_jax_ckpt.system import process_alive, process_start_time
 from ray_jax_ckpt.testing import Fault, kill_node, kill_raylet, pause_node, resume_node
 
 pytestmark = pytest.mark.timeout(240)
