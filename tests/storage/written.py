@@ -12,9 +12,9 @@ import pyarrow.fs
 
 from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.arrays.plan import Topology, capture, make_plan
-from ray_jax_ckpt.digest import copy_and_digest
-from ray_jax_ckpt.model.index import Index
-from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.digest import copy_and_digest, digest
+from ray_jax_ckpt.model.index import Index, Layout, lay_out
+from ray_jax_ckpt.model.shards import Box, Generation, volume, whole
 from ray_jax_ckpt.storage.manifest import FileRecord, Manifest
 from ray_jax_ckpt.storage.orbax_metadata import orbax_files
 from ray_jax_ckpt.storage.plan import About, DirectoryPlan, plan_files
@@ -68,3 +68,52 @@ def write(
 
 def paths(plan: DirectoryPlan) -> Sequence[str]:
     return sorted(file.path for file in plan.files)
+
+
+def hold_group(
+    states: Sequence[Any], *, data: Sequence[Any] = (), blobs: Sequence[bytes] = (), verify: bool = True
+) -> Held:
+    """A generation of several ranks: of jax.Arrays each has its rows, of a state that is the same; the rest is its own.
+
+    Args:
+        states: Every rank's view of the whole.
+        data: Encoded, per rank.
+        blobs: One per rank, which its `data` refers to.
+        verify: Whether there are digests.
+    """
+    world_size, indices, parts = len(states), [], {}
+    for rank, state in enumerate(states):
+        flat = tree.flatten(state)
+        specs = [tree.describe(*leaf) for leaf in zip(flat.paths, flat.keys, flat.leaves, strict=True)]
+        arrays = {i: np.asarray(leaf) for i, leaf in enumerate(flat.leaves) if specs[i].kind in ("array", "numpy")}
+        mine = {i: _rows(x.shape, rank, world_size) for i, x in arrays.items() if specs[i].kind == "array"}
+        own = {i: whole(x.shape) for i, x in arrays.items() if specs[i].kind == "numpy"}
+        contents = []
+        for name, boxes in ((f"s{rank}", mine), (f"h{rank}", own)):
+            sized = [(i, box, arrays[i].itemsize * volume(box)) for i, box in boxes.items()]
+            contents.append((name, (), True, sized))
+        values = {i: tree.encode_value(leaf) for i, leaf in enumerate(flat.leaves) if specs[i].kind == "value"}
+        local = frozenset(own) | frozenset(values)
+        layout = Layout(rank, world_size, "same", tuple(s.to_json() for s in specs), local, lay_out(contents))
+        digests: dict[str, list[str]] = {}
+        for part in layout.parts:
+            blob = blobs[rank] if blobs and part.id == f"h{rank}" else b""
+            parts[part.id] = np.zeros(part.num_bytes + len(blob), np.uint8)
+            parts[part.id][part.num_bytes :] = np.frombuffer(blob, np.uint8)
+            digests[part.id] = []
+            for item in part.items:
+                piece = arrays[item.leaf][tuple(slice(*side) for side in item.box)]
+                raw = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+                target = parts[part.id][item.offset : item.offset + item.num_bytes]
+                digests[part.id].append(copy_and_digest(target, raw, verify))
+        kept = [(layout.host_part.num_bytes, len(blobs[rank]), digest(blobs[rank]))] if blobs else []
+        given = data[rank] if data else None
+        indices.append(Index(Generation(2, 1, 7), layout, digests, values, given, {"loss": rank / 2}, kept))
+    flat = tree.flatten(states[0])
+    encoded = {i: tree.encode_value(x) for i, x in enumerate(flat.leaves) if not hasattr(x, "shape")}
+    return Held(indices, parts, orbax_files(flat, encoded))
+
+
+def _rows(shape: Sequence[int], rank: int, world_size: int) -> Box:
+    rows = -(-shape[0] // world_size)
+    return (min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])), *whole(shape[1:])
