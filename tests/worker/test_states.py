@@ -62,12 +62,12 @@ def state_of(step: int) -> dict[str, Any]:
 
 def ruin(state: dict[str, Any]) -> None:
     """What a training may do right after the call: donate, delete, and write over what is on the host."""
+    state["numpy"][:] = -1
     moments = state["moments"]
     state["layers"][0].weight = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(state["layers"][0].weight)
     jax.jit(lambda x, y: (y * 0, x * 0), donate_argnums=(0, 1))(*moments)
     for leaf in (state["half"], state["special"], state["key"], state["keys"], state["offloaded"], state["tiny"]):
         leaf.delete()
-    state["numpy"][:] = -1
     state["plain"]["step"] = -1
 
 
