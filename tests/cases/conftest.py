@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-import uuid
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from support import local_cluster, new_run
 
 import ray_jax_ckpt as rjc
 from ray_jax_ckpt import session, worker
@@ -26,37 +24,17 @@ from ray_jax_ckpt.memory.messages import Member
 OBJECT_STORE_BYTES = 80 * 2**20
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    """Waits for a condition, and returns its value."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.05)
-    return value
-
-
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes without CPUs: stores and coordinators need none, and Ray then starts no idle workers."""
-    node = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES}
-    with warnings.catch_warnings():
-        # JAX runs in this process; what Ray forks off executes another program at once.
-        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-        cluster = Cluster(initialize_head=True, head_node_args=node)
-        cluster.add_node(**node)
-        ray.init(address=cluster.address, log_to_driver=False)
-    try:
+    with local_cluster(1, object_store_memory=OBJECT_STORE_BYTES) as cluster:
         yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 class Group:
     """A worker group whose ranks all live in this process, as the manager's hooks start it."""
 
     def __init__(self, nodes: list[tuple[str, str]], run: str | None = None) -> None:
-        self.nodes, self.run = nodes, run or f"test{uuid.uuid4().hex[:8]}"
+        self.nodes, self.run = nodes, run or new_run()
         self.coordinator: Any = None
         self.sessions: list[session.Session] = []
         self.step = 0

@@ -12,9 +12,10 @@ import pytest
 import ray
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from support import eventually
 
 import ray_jax_ckpt as rjc
-from cases.conftest import OBJECT_STORE_BYTES, eventually
+from cases.conftest import OBJECT_STORE_BYTES
 from ray_jax_ckpt.errors import TreeMismatchError
 from ray_jax_ckpt.memory import fleet
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import uuid
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import ray
 from ray.cluster_utils import Cluster
+from support import local_cluster, new_run, workers_of
 
 from faults.crew import Crew, Pool
 from ray_jax_ckpt.testing import FaultPlan
@@ -28,29 +25,18 @@ def shared_plan() -> Iterator[FaultPlan]:
 
 @pytest.fixture(scope="package")
 def cluster(shared_plan: FaultPlan) -> Iterator[Cluster]:
-    """Nodes without CPUs: stores, coordinators and stub workers need none, and Ray then starts no idle workers."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # JAX may run in this process; what Ray forks off executes another program at once.
-        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-        paths = [str(ROOT), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    """Its processes can import what the tests' workers are made of."""
+    paths = [str(ROOT), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-        for _ in range(3):
-            cluster.add_node(num_cpus=0)
-        ray.init(address=cluster.address, log_to_driver=False)
-        try:
+        with local_cluster(3) as cluster:
             yield cluster
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
 
 
 @pytest.fixture(scope="package")
 def nodes(cluster: Cluster) -> list[tuple[str, str]]:
     """Id and address of the three nodes."""
-    head = cluster.head_node.node_id
-    found: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != head]
-    return sorted((node["NodeID"], node["NodeManagerAddress"]) for node in found)
+    return workers_of(cluster)
 
 
 @pytest.fixture(scope="package")
@@ -70,10 +56,6 @@ def plan(shared_plan: FaultPlan) -> Iterator[FaultPlan]:
 def run() -> str:
     """A run that nobody else uses."""
     return new_run()
-
-
-def new_run() -> str:
-    return f"test{uuid.uuid4().hex[:8]}"
 
 
 class Shift:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from support import eventually
 
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import CheckpointError
@@ -38,15 +39,6 @@ def state_of(rank: int, step: int, extra: bool = False) -> dict[str, Any]:
     w = np.arange(ELEMENTS, dtype=np.uint8) * np.uint8(2 * rank + 3) + np.uint8(step % 251)
     state = {"w": w, "m": {"v": np.full(999, rank + step / 7)}, "step": step, "name": "crew", "nothing": None}
     return state | {"extra": np.full(ELEMENTS // 2, step % 251, np.uint8)} if extra else state
-
-
-def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """Waits for a condition and returns its value."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{condition} not within {timeout_s} s"
-        time.sleep(0.05)
-    return value
 
 
 class Worker:

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import eventually
 
-from faults.crew import Crew, eventually
+from faults.crew import Crew
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.memory.arena import process_alive, process_start_time
 

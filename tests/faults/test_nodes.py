@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 
 import psutil
 import pytest
 import ray
+from support import eventually
 
-from faults.crew import Crew, eventually
+from faults.crew import Crew
 from ray_jax_ckpt.system import process_alive, process_start_time
 from ray_jax_ckpt.testing import Fault, kill_node, kill_raylet, pause_node, resume_node
 
@@ -19,9 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture
 def doomed(cluster):
     """A node that the test may break. Whatever is left of it is killed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-        node = cluster.add_node(num_cpus=0)
+    node = cluster.add_node(num_cpus=0)
     yield node.node_id
     with contextlib.suppress(ProcessLookupError):
         kill_node(node.node_id)

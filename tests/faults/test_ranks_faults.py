@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support import eventually
 
-from faults.crew import Crew, eventually
+from faults.crew import Crew
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.testing import Fault, kill_process
 

@@ -6,8 +6,9 @@ import time
 
 import pytest
 import ray
+from support import eventually
 
-from faults.crew import CONFIG, Crew, eventually
+from faults.crew import CONFIG, Crew
 from ray_jax_ckpt.model.slots import Phase
 from ray_jax_ckpt.testing import Fault, pause_process, resume_process
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,17 +25,6 @@ from ray_jax_ckpt.model.shards import Generation
 
 CONFIG = SnapshotConfig(timeout_s=10, orphan_timeout_s=60)
 ELEMENTS = 200_003  # of each rank's shard, odd on purpose: nothing is aligned by luck
-
-
-def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    """Waits for a condition and returns its value."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"{condition} not within {timeout_s} s"
-        time.sleep(0.05)
 
 
 @dataclass

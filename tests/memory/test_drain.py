@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from harness import CONFIG, ELEMENTS, StubGroup, eventually, stub_group
+from harness import CONFIG, ELEMENTS, StubGroup, stub_group
+from support import eventually
 
 from ray_jax_ckpt.digest import copy_and_digest
 from ray_jax_ckpt.errors import SnapshotError

@@ -11,7 +11,8 @@ import pyarrow.fs
 import pytest
 import ray
 import trustme
-from harness import CONFIG, ELEMENTS, StubGroup, eventually, flip_byte, stub_group
+from harness import CONFIG, ELEMENTS, StubGroup, flip_byte, stub_group
+from support import eventually
 
 from ray_jax_ckpt.config import TlsConfig
 from ray_jax_ckpt.digest import copy_and_digest

@@ -7,7 +7,8 @@ import signal
 
 import numpy as np
 import ray
-from harness import StubGroup, eventually, flip_byte, stub_group
+from harness import StubGroup, flip_byte, stub_group
+from support import eventually
 
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.testing import kill_process

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from harness import CONFIG, ELEMENTS, eventually, flip_byte, stub_group
+from harness import CONFIG, ELEMENTS, flip_byte, stub_group
+from support import eventually
 
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import (

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
-import uuid
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from support import local_cluster, new_run
 
 from ray_jax_ckpt import session
 from ray_jax_ckpt.config import SnapshotConfig
@@ -24,18 +22,8 @@ from ray_jax_ckpt.memory.messages import Member
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Nodes without CPUs: stores and coordinators need none, and Ray then starts no idle workers."""
-    with warnings.catch_warnings():
-        # JAX runs in this process; what Ray forks off executes another program at once.
-        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-        cluster.add_node(num_cpus=0)
-        ray.init(address=cluster.address, log_to_driver=False)
-    try:
+    with local_cluster(1) as cluster:
         yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 @dataclasses.dataclass
@@ -44,7 +32,7 @@ class Attempts:
 
     node: tuple[str, str]
     patch: pytest.MonkeyPatch
-    run: str = dataclasses.field(default_factory=lambda: f"test{uuid.uuid4().hex[:8]}")
+    run: str = dataclasses.field(default_factory=new_run)
     coordinator: Any = None
 
     def begin(self, **settings: Any) -> session.Session:
@@ -87,17 +75,3 @@ def attempts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Atte
         yield found
     finally:
         found.close()
-
-
-@pytest.fixture
-def eventually() -> Callable[..., Any]:
-    """Waits for a condition, and returns its value."""
-
-    def wait_for(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while not (value := condition()):
-            assert time.monotonic() < deadline, f"not within {timeout_s} s"
-            time.sleep(0.05)
-        return value
-
-    return wait_for

@@ -21,6 +21,7 @@ import ray.data
 import ray.train
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import eventually
 
 import ray_jax_ckpt as rjc
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint
@@ -141,7 +142,7 @@ def test_the_same_step_again_is_the_same_snapshot(attempts):
     assert restored.metrics == {"loss": 1.0, "accuracy": 0.5}
 
 
-def test_steps_only_go_back_after_a_restore(attempts, eventually):
+def test_steps_only_go_back_after_a_restore(attempts):
     attempts.begin()
     first = rjc.snapshot(4, {"x": 4})
     rjc.wait()
@@ -161,7 +162,7 @@ def test_steps_only_go_back_after_a_restore(attempts, eventually):
     assert rjc.restore(handle).state == {"x": -6}
 
 
-def test_what_was_decided_is_gone_once_newer_steps_have_replaced_it(attempts, eventually):
+def test_what_was_decided_is_gone_once_newer_steps_have_replaced_it(attempts):
     attempts.begin()
     rjc.snapshot(4, {"x": 4})
     rjc.wait()
@@ -219,7 +220,7 @@ def test_the_state_at_the_call_is_kept_whatever_happens_to_it_next(attempts):
 
 
 @pytest.mark.parametrize("staging", ["host", "device"])
-def test_steps_that_donate_their_state_do_not_reach_snapshots(attempts, eventually, staging):
+def test_steps_that_donate_their_state_do_not_reach_snapshots(attempts, staging):
     session = attempts.begin(staging=staging)
     step = jax.jit(lambda state: jax.tree.map(lambda x: x * 2 + 1, state), donate_argnums=0)
     state = {"w": state_of(0)["w"], "tiny": {f"{i:02d}": jnp.full(i + 1, i, jnp.bfloat16) for i in range(30)}}
@@ -427,7 +428,7 @@ def test_more_memory_than_allowed_is_an_error_with_the_numbers(attempts):
 # --- force
 
 
-def test_a_forced_snapshot_is_kept_until_its_handle_is_gone(attempts, eventually):
+def test_a_forced_snapshot_is_kept_until_its_handle_is_gone(attempts):
     attempts.begin()
     kept = []
     for step in (1, 2):
@@ -448,7 +449,7 @@ def test_a_forced_snapshot_is_kept_until_its_handle_is_gone(attempts, eventually
     assert rjc.restore(handle).state == {"x": 5}
 
 
-def test_forcing_the_step_that_was_just_taken_keeps_it(attempts, eventually):
+def test_forcing_the_step_that_was_just_taken_keeps_it(attempts):
     attempts.begin()
     handle = rjc.snapshot(1, {"x": 1})
     for _ in range(2):
@@ -487,7 +488,7 @@ class Slow:
         return self.store(job)
 
 
-def test_a_busy_pipeline_skips_and_then_waits_until_one_is_complete(attempts, eventually):
+def test_a_busy_pipeline_skips_and_then_waits_until_one_is_complete(attempts):
     slow = Slow(attempts.begin(on_busy="skip"))
     rjc.snapshot(1, {"x": 1})
     with pytest.warns(RuntimeWarning, match=r"step 2 skipped: rank 0 on node .* was still storing"):
@@ -556,7 +557,7 @@ def test_a_dead_store_is_replaced_and_takes_the_next_snapshot(attempts, force):
     assert rjc.restore(handle).state["x"].tolist() == [2.0] * 1000
 
 
-def test_a_store_that_dies_under_a_reserved_buffer_costs_nothing(attempts, eventually):
+def test_a_store_that_dies_under_a_reserved_buffer_costs_nothing(attempts):
     session = attempts.begin()
     slow = Slow(session)
     handle = rjc.snapshot(1, {"x": jnp.ones(1000)}, force=True)
@@ -636,7 +637,7 @@ def test_a_run_without_restarts_is_warned(cluster, tmp_path, recwarn):
     assert "no snapshot will ever be restored" in str(warning.message)
 
 
-def test_a_finished_run_leaves_no_stores(attempts, eventually):
+def test_a_finished_run_leaves_no_stores(attempts):
     attempts.begin()
     rjc.snapshot(1, {"x": 1})
     rjc.wait()

@@ -14,6 +14,7 @@ import pytest
 import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from support import eventually
 
 import ray_jax_ckpt as rjc
 from ray_jax_ckpt import session
@@ -153,7 +154,7 @@ def test_a_group_of_another_size_gets_only_what_was_equal_everywhere(group):
 
 
 @pytest.mark.parametrize("group", [1], indirect=True)
-def test_files_that_a_killed_process_was_saving_are_removed(group, processes, eventually):
+def test_files_that_a_killed_process_was_saving_are_removed(group, processes):
     group([0, 2])("snapshot", [1, 1], [10, 11])
     directory = Path(ray.get(processes[2][0].leave_files.remote(), timeout=TIMEOUT_S))
     assert directory.exists()

@@ -1,0 +1,53 @@
+"""What tests of several directories share: waiting, and clusters on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    """Waits for a condition and returns its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{condition} not within {timeout_s} s"
+        time.sleep(0.05)
+    return value
+
+
+@contextlib.contextmanager
+def local_cluster(num_nodes: int, **settings: Any) -> Iterator[Cluster]:
+    """A head and nodes without CPUs: stores and coordinators need none, and Ray then starts no idle workers.
+
+    Args:
+        num_nodes: Beside the head, which this process is connected to.
+        settings: Of every node.
+    """
+    node = {"num_cpus": 0} | settings
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        for _ in range(num_nodes):
+            cluster.add_node(**node)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def workers_of(cluster: Cluster) -> list[tuple[str, str]]:
+    """Id and address of the living nodes beside the head."""
+    head = cluster.head_node.node_id
+    found: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != head]
+    return sorted((node["NodeID"], node["NodeManagerAddress"]) for node in found)
+
+
+def new_run() -> str:
+    """A run that nobody else uses."""
+    return f"test{uuid.uuid4().hex[:8]}"
