@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.fs
 
 from ray_jax_ckpt.digest import Digester
@@ -72,13 +73,19 @@ class Target:
 
         Raises:
             PersistExistsError: There is something at the path already, and it is not to be overwritten.
+            PersistError: The storage cannot be looked at.
         """
-        if not overwrite and self._is_taken():
-            raise PersistExistsError(
-                f"{self.path} is there already. Choose another directory or step, or overwrite it."
-            )
-        if self.base != self.path or exists(self.filesystem, self.base):
-            remove_tree(self.filesystem, self.base, first=MANIFEST)
+        try:
+            if not overwrite and self._is_taken():
+                raise PersistExistsError(
+                    f"{self.path} is there already. Choose another directory or step, or overwrite it."
+                )
+            if self.base != self.path or exists(self.filesystem, self.base):
+                remove_tree(self.filesystem, self.base, first=MANIFEST)
+        except PersistExistsError:
+            raise
+        except (OSError, pa.ArrowException) as error:
+            raise PersistError(f"{self.path} cannot be written: {error}") from error
 
     def _is_taken(self) -> bool:
         if self.base != self.path:
@@ -182,7 +189,9 @@ class _Job:
             try:
                 self._done.put((file, self._write(file)))
             except BaseException as error:
+                # In this order: what made the others stop is what is reported.
                 self._done.put((file, error))
+                self._stop.set()
 
     def _write(self, file: PlannedFile) -> FileRecord:
         path = f"{self._target.base}/{file.path}"
