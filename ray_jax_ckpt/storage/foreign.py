@@ -30,7 +30,7 @@ from ray_jax_ckpt.model.shards import extent, volume, whole
 from ray_jax_ckpt.storage.entries import Empty, Entry, TemplateLeaf, index_of
 from ray_jax_ckpt.storage.filesystem import describe, join, reading
 from ray_jax_ckpt.storage.loopback import PlainFiles
-from ray_jax_ckpt.storage.manifest import MAX_LEAVES, MAX_MANIFEST_BYTES, check_path
+from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST, MAX_LEAVES, MAX_MANIFEST_BYTES, check_path
 from ray_jax_ckpt.storage.segments import Share
 from ray_jax_ckpt.storage.steps import step_of
 from ray_jax_ckpt.storage.streams import Deadline, Job, run
@@ -109,6 +109,8 @@ class Foreign:
         self.step = step
         self.metrics: Mapping[int, Mapping[str, float]] = {}
         tree = _json(filesystem, join(path, TREE))
+        if FOLDER in (tree.get("custom_metadata") or ()):
+            raise NoCheckpointError(f"The checkpoint at {self._where} was not finished: it lacks {MANIFEST}.")
         is_local = isinstance(filesystem, pafs.LocalFileSystem)
         if is_local:
             _check_links(path)

@@ -31,6 +31,7 @@ from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.model.shards import box_of, whole
 from ray_jax_ckpt.storage.grid import chunk_shape
+from ray_jax_ckpt.storage.manifest import FOLDER, FORMAT
 from ray_jax_ckpt.storage.names import orbax_name
 from ray_jax_ckpt.storage.orbax_types import OrbaxType, orbax_types
 
@@ -91,7 +92,8 @@ def _tree(
         tree_metadata_entries=entries,
         use_ocdbt=ocdbt,
         use_zarr3=True,
-        custom_metadata=None,
+        # Whoever finds this, and no manifest, has a checkpoint that was not finished, not one of plain Orbax.
+        custom_metadata={FOLDER: FORMAT},
         store_array_data_equal_to_fill_value=True,
         pytree_metadata_options=PYTREE_METADATA_OPTIONS,
     ).to_json()

@@ -251,7 +251,7 @@ def _items(number: int, leaf: LeafRecord, path: str, files: Mapping[str, FileRec
         return [(number, box, None)]
     if not volume(box):
         return [(number, box, Segment("", 0, 0, ("",), 1))]
-    names = ((f"{leaf.name}/{key}", chunk) for key, chunk in chunks_of(box, leaf.chunks or ()))
+    names = ((leaf.path(key), chunk) for key, chunk in chunks_of(box, leaf.chunks or ()))
     return [(number, chunk, Segment.of_file(join(path, name), files[name])) for name, chunk in names]
 
 

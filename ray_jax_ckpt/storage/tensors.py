@@ -108,13 +108,14 @@ class Tensors:
             self._result(target.write(source.translate_to[0] if box else source), f"array {name!r}", deadline)
 
     def _spec(self, name: str) -> dict[str, Any]:
+        prefix = f"{name}/" if name else ""
         if self._server is None:
             root: dict[str, Any] = {"driver": "file", "path": f"{self._path}/"}
-            below = {"driver": "file", "path": f"{self._path}/{name}/"}
+            below = {"driver": "file", "path": f"{self._path}/{prefix}"}
         else:
-            root, below = self._server.spec(""), self._server.spec(f"{name}/")
+            root, below = self._server.spec(""), self._server.spec(prefix)
         if self._is_database:
-            below = {"driver": "ocdbt", "base": root, "path": f"{name}/", "cache_pool": "cache_pool#index"}
+            below = {"driver": "ocdbt", "base": root, "path": prefix, "cache_pool": "cache_pool#index"}
         return {"driver": self._driver, "kvstore": below, "fill_missing_data_reads": not self._complete}
 
     def _result(self, future: Any, what: str, deadline: Deadline) -> Any:
