@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 import pyarrow.fs as pafs
 
-from ray_jax_ckpt.batch import BatchMemory
-from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError, NotSupportedError, RestoreError
+from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError, NotSupportedError
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.recovery import Want
-from ray_jax_ckpt.model.shards import extent, volume, whole
+from ray_jax_ckpt.model.shards import whole
 from ray_jax_ckpt.storage.entries import Empty, Entry, TemplateLeaf, index_of
 from ray_jax_ckpt.storage.filesystem import describe, join, reading
 from ray_jax_ckpt.storage.loopback import PlainFiles
 from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST, MAX_LEAVES, MAX_MANIFEST_BYTES, check_path
 from ray_jax_ckpt.storage.segments import Share
+from ray_jax_ckpt.storage.source import Landings
 from ray_jax_ckpt.storage.steps import step_of
 from ray_jax_ckpt.storage.streams import Deadline, Job, run
 from ray_jax_ckpt.storage.tensors import Tensors
@@ -105,11 +105,12 @@ class Foreign:
         available_bytes: int | None = None,
     ) -> None:
         self._filesystem, self._path, self._timeout_s, self._streams = filesystem, path, timeout_s, streams
-        self._where, self._available_bytes = describe(filesystem, path), available_bytes
+        self._where = describe(filesystem, path)
         self.step = step
         self.metrics: Mapping[int, Mapping[str, float]] = {}
         tree = _json(filesystem, join(path, TREE))
-        if FOLDER in (tree.get("custom_metadata") or ()):
+        custom = tree.get("custom_metadata")
+        if isinstance(custom, dict) and FOLDER in custom:
             raise NoCheckpointError(f"The checkpoint at {self._where} was not finished: it lacks {MANIFEST}.")
         is_local = isinstance(filesystem, pafs.LocalFileSystem)
         if is_local:
@@ -127,7 +128,7 @@ class Foreign:
             streams=streams,
             complete=bool(tree.get("store_array_data_equal_to_fill_value")),
         )
-        self._memory = BatchMemory()
+        self._landings = Landings(self._where, available_bytes)
         try:
             self._entries, self._empty = self._read(tree, Deadline.after(timeout_s))
         except BaseException:
@@ -157,20 +158,11 @@ class Foreign:
             RestoreError: There is not enough memory.
         """
         deadline = Deadline.after(self._timeout_s)
-        total = sum(volume(want.box) * dtype.itemsize for want, dtype in zip(wants, dtypes, strict=True))
-        if self._available_bytes is not None and total > self._available_bytes:
-            raise RestoreError(
-                f"{self._where} has arrays of {total} bytes, and this process can take {self._available_bytes}. "
-                "Restore fewer leaves (partial=True), or shard them over more processes."
-            )
-        self._memory.reset()
-        results, jobs = [], []
-        for want, dtype in zip(wants, dtypes, strict=True):
-            memory = self._memory.take(volume(want.box) * dtype.itemsize)
-            results.append(memory.view(dtype).reshape(extent(want.box)))
+        results, jobs = self._landings.take(wants, dtypes), []
+        for want, result in zip(wants, results, strict=True):
             (stored, _), *_ = want.found()
             entry = self._entries[stored.item.leaf]
-            name, share = ".".join(entry.names), Share(results[-1], want.box, whole(entry.shape), want.box)
+            name, share = ".".join(entry.names), Share(result, want.box, whole(entry.shape), want.box)
             jobs.append(Job(f"Reading array {name!r}", partial(self._tensors.read, name, share, deadline)))
         run(jobs, streams=self._streams, deadline=deadline)
         return results

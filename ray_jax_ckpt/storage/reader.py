@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,12 @@ from typing import Any
 import numpy as np
 import pyarrow.fs as pafs
 
-from ray_jax_ckpt.batch import BatchMemory
 from ray_jax_ckpt.errors import IntegrityError
 from ray_jax_ckpt.model.index import Index, Layout, PartLayout, lay_out
 from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.model.placement import host_part_id
 from ray_jax_ckpt.model.recovery import NotHeldError, Stored, Want
-from ray_jax_ckpt.model.shards import Box, covers, extent, volume, whole
+from ray_jax_ckpt.model.shards import Box, covers, volume, whole
 from ray_jax_ckpt.storage.filesystem import describe, join, reading
 from ray_jax_ckpt.storage.grid import chunks_of
 from ray_jax_ckpt.storage.loopback import VerifiedFiles
@@ -36,6 +34,7 @@ from ray_jax_ckpt.storage.manifest import (
     rank_file,
 )
 from ray_jax_ckpt.storage.segments import Segment, Share, check, read, read_bytes
+from ray_jax_ckpt.storage.source import Landings
 from ray_jax_ckpt.storage.streams import Deadline, Job, run
 from ray_jax_ckpt.storage.tensors import Tensors
 
@@ -97,6 +96,7 @@ class Reader:
         path: Of its directory.
         streams: Files that are read at the same time.
         timeout_s: Bound of opening it, and of each `fetch`.
+        available_bytes: Memory that there is; None: not known.
         listed: Whether the directory is listed first, which finds what is missing before anything is read.
 
     Raises:
@@ -104,7 +104,14 @@ class Reader:
     """
 
     def __init__(
-        self, filesystem: pafs.FileSystem, path: str, *, streams: int, timeout_s: float, listed: bool = True
+        self,
+        filesystem: pafs.FileSystem,
+        path: str,
+        *,
+        streams: int,
+        timeout_s: float,
+        available_bytes: int | None = None,
+        listed: bool = True,
     ) -> None:
         self._filesystem, self._path, self._streams, self._timeout_s = filesystem, path, streams, timeout_s
         self.manifest = read_manifest(filesystem, path)
@@ -117,7 +124,7 @@ class Reader:
         self._segments: dict[tuple[str, int], Segment] = {}
         self._tensors: Tensors | None = None
         self._opening = threading.Lock()
-        self._memory = BatchMemory()
+        self._landings = Landings(describe(filesystem, path), available_bytes)
         self._indices = self._make_indices(self._read_ranks())
 
     def __enter__(self) -> Reader:
@@ -139,17 +146,17 @@ class Reader:
             IntegrityError, NoCheckpointError, StorageError, RestoreTimeoutError: Its bytes cannot be had.
         """
         deadline = Deadline.after(self._timeout_s)
-        self._memory.reset()
-        results, jobs = [], []
+        jobs: list[Job] = []
         shares: dict[Segment, list[Share]] = defaultdict(list)
-        for number, (want, dtype) in enumerate(zip(wants, dtypes, strict=True)):
-            memory = self._memory.take(volume(want.box) * dtype.itemsize)
-            results.append(memory.view(dtype).reshape(extent(want.box)))
-            found = want.found()
-            if not covers((stored.item.box for stored, _ in found), want.box):
+        found = [want.found() for want in wants]
+        for number, (want, sources) in enumerate(zip(wants, found, strict=True)):
+            if not covers((stored.item.box for stored, _ in sources), want.box):
                 raise NotHeldError(number)
-            for stored, shared in found:
-                share = Share(results[-1], want.box, stored.item.box, shared)
+        # Only now: what is not there takes no memory, whatever its shape is said to be.
+        results = self._landings.take(wants, dtypes)
+        for want, result, sources in zip(wants, results, found, strict=True):
+            for stored, shared in sources:
+                share = Share(result, want.box, stored.item.box, shared)
                 segment = self._segment(stored)
                 if segment is None:
                     name = self.manifest.leaves[stored.item.leaf].name
@@ -270,27 +277,37 @@ def _checked(record: RankRecord, rank: int, manifest: Manifest, where: str) -> R
     elif any(n >= count for n in (*record.values, *record.specs)):
         problem = "it describes leaves that the tree does not have"
     else:
-        specs = [leaf.spec for leaf in manifest.leaves] if rank == 0 else []
-        described = (*enumerate(specs), *record.specs.items())
-        found = (_spec_problem(spec, n, manifest.leaves[n]) for n, spec in described)
-        own = (_item_problem(item, manifest.leaves[item.leaf]) for item in record.items)
-        problem = next((text for text in itertools.chain(found, own) if text), None)
+        # What is the same for all ranks is looked at once.
+        own: dict[int, list[RankItem]] = defaultdict(list)
+        for item in record.items:
+            own[item.leaf].append(item)
+        numbers = range(count) if rank == 0 else {*record.specs, *own}
+        described = ((n, manifest.leaves[n], record.specs.get(n), own.get(n, ())) for n in numbers)
+        problem = next((text for one in described if (text := _leaf_problem(*one))), None)
     if problem is not None:
         raise IntegrityError(f"{where} is damaged: {problem}.")
     return record
 
 
-def _spec_problem(spec: Mapping[str, Any], number: int, leaf: LeafRecord) -> str | None:
+def _leaf_problem(
+    number: int, leaf: LeafRecord, own: Mapping[str, Any] | None, items: Sequence[RankItem]
+) -> str | None:
+    """How a leaf's description (a rank's own, if it has one) and what is stored of it differ."""
     try:
-        found = LeafSpec.from_json(spec)
-        fits = (found.kind == "value") == (leaf.form == "value")
-        fits &= found.kind == "value" or np.dtype(found.dtype) == np.dtype(leaf.dtype)
+        spec = LeafSpec.from_json(leaf.spec if own is None else own)
+        dtype = None if spec.kind == "value" else np.dtype(spec.dtype)
     except (ValueError, TypeError) as error:
         return f"leaf {number}: {error}"
-    return None if fits else f"leaf {number} is described as {found}, and stored as {leaf.dtype}{list(leaf.shape)}"
+    if dtype is None or leaf.form == "value":
+        return None if dtype is None and leaf.form == "value" else f"leaf {number} is a value and none"
+    tail = len(leaf.shape) - len(leaf.spec["shape"])
+    if items:
+        fits = all(len(item.box) == len(spec.shape) + tail and _fits(item, dtype) for item in items)
+    else:
+        fits = leaf.shape[: len(spec.shape)] == spec.shape and dtype == np.dtype(leaf.dtype)
+        fits &= tail == 0 if spec.kind != "key" else tail >= 0
+    return None if fits else f"leaf {number} is described as {spec}, and stored as {leaf.dtype}{list(leaf.shape)}"
 
 
-def _item_problem(item: RankItem, leaf: LeafRecord) -> str | None:
-    if any(a > b for a, b in item.box) or volume(item.region) * leaf.itemsize != item.size:
-        return f"leaf {item.leaf} has {item.size} bytes for the box {item.box} of {leaf.dtype}"
-    return None
+def _fits(item: RankItem, dtype: np.dtype) -> bool:
+    return all(a <= b for a, b in item.box) and volume(item.region) * dtype.itemsize == item.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import pyarrow.fs as pafs
 
 from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.arrays.assemble import Assembler, Options
+from ray_jax_ckpt.arrays.skeleton import Skeleton
 from ray_jax_ckpt.data_state import decode_states
 from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError
 from ray_jax_ckpt.storage.filesystem import Place, describe, join, reading, resolve
@@ -109,17 +111,17 @@ def open_checkpoint(place: Place, *, rank: int = 0, streams: int = STREAMS, time
     Raises:
         NoCheckpointError, IntegrityError, NotSupportedError, StorageError, RestoreTimeoutError: As `load`.
     """
-    filesystem, path = place
+    (filesystem, path), free = place, available_bytes()
+    effort: Any = {"streams": streams, "timeout_s": timeout_s, "available_bytes": free}
     try:
-        return Reader(filesystem, path, streams=streams, timeout_s=timeout_s, listed=rank == 0)
+        return Reader(filesystem, path, listed=rank == 0, **effort)
     except NoCheckpointError:
         if not _is_foreign(place):
             raise _nothing(place) from None
     found = find_tree(filesystem, path)
     if found is None:
         raise _nothing(place)
-    free = available_bytes()
-    return Foreign(filesystem, found, step=step_of(path), streams=streams, timeout_s=timeout_s, available_bytes=free)
+    return Foreign(filesystem, found, step=step_of(path), **effort)
 
 
 def _restore(
@@ -131,8 +133,16 @@ def _restore(
         keys = (tree.typed_key_path(key) for key in flat.keys)
         leaves = list(zip(flat.paths, keys, flat.leaves, strict=True))
     indices = source.indices(leaves)
+    _check_skeleton(indices[0].layout.skeleton, path)
     state = Assembler(indices, *group).restore(template, shardings, options, source.fetch)
     return Loaded(state, source.step, decode_states(indices, source.fetch), source.metrics, path)
+
+
+def _check_skeleton(text: str, path: str) -> None:
+    try:
+        Skeleton.from_json(json.loads(text))
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"What {path} says of its tree is damaged: {type(error).__name__}: {error}.") from None
 
 
 def _newest(place: Place, restored: Any) -> Loaded:

@@ -7,8 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ray_jax_ckpt.batch import BatchMemory
+from ray_jax_ckpt.errors import RestoreError
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.recovery import Want
+from ray_jax_ckpt.model.shards import extent, volume
 
 
 class Source(Protocol):
@@ -39,3 +42,33 @@ class Source(Protocol):
 
     def __enter__(self) -> Source: ...
     def __exit__(self, *_: object) -> None: ...
+
+
+class Landings:
+    """Memory for what is fetched, used again by each `fetch`. Not thread-safe.
+
+    Args:
+        where: The checkpoint, for messages.
+        available_bytes: What this process can take; None: not known.
+    """
+
+    def __init__(self, where: str, available_bytes: int | None) -> None:
+        self._where, self._available_bytes, self._memory = where, available_bytes, BatchMemory()
+
+    def take(self, wants: Sequence[Want], dtypes: Sequence[np.dtype]) -> list[np.ndarray]:
+        """An array for each wanted box, valid until the next call.
+
+        Raises:
+            RestoreError: There is not enough memory: what is asked for is too much, or a forged shape.
+        """
+        total = sum(volume(want.box) * dtype.itemsize for want, dtype in zip(wants, dtypes, strict=True))
+        if self._available_bytes is not None and total > self._available_bytes:
+            raise RestoreError(
+                f"{self._where} has arrays of {total} bytes that are read at a time, and this process can take "
+                f"{self._available_bytes}. Restore fewer leaves (partial=True), or shard them over more processes."
+            )
+        self._memory.reset()
+        return [
+            self._memory.take(volume(want.box) * dtype.itemsize).view(dtype).reshape(extent(want.box))
+            for want, dtype in zip(wants, dtypes, strict=True)
+        ]
