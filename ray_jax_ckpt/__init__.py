@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray_jax_ckpt import errors
     from ray_jax_ckpt.arrays.snapshotter import Snapshotter
-    from ray_jax_ckpt.config import SnapshotConfig, TlsConfig
+    from ray_jax_ckpt.config import PersistConfig, SnapshotConfig, TlsConfig
     from ray_jax_ckpt.manager import CheckpointManager
     from ray_jax_ckpt.trainer import JaxConfig
     from ray_jax_ckpt.worker import Restored, latest, restore, snapshot, wait
@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointManager",
     "JaxConfig",
+    "PersistConfig",
     "Restored",
     "SnapshotConfig",
     "Snapshotter",
@@ -37,6 +38,7 @@ __all__ = [
 _HOME = {
     "CheckpointManager": "ray_jax_ckpt.manager",
     "JaxConfig": "ray_jax_ckpt.trainer",
+    "PersistConfig": "ray_jax_ckpt.config",
     "Restored": "ray_jax_ckpt.worker",
     "SnapshotConfig": "ray_jax_ckpt.config",
     "Snapshotter": "ray_jax_ckpt.arrays.snapshotter",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow.fs
@@ -23,6 +25,7 @@ __all__ = [
     "disown_started_state",
     "ended_well",
     "failures_of",
+    "filesystem_maker",
     "get_address_and_port",
     "max_failures",
     "num_nodes_of",
@@ -40,6 +43,18 @@ __all__ = [
 def storage_filesystem(train_run_context: Any) -> pyarrow.fs.FileSystem:
     """The filesystem that the run's directory is on."""
     return train_run_context.run_config.storage_context.storage_filesystem
+
+
+def filesystem_maker(train_run_context: Any) -> Callable[[], pyarrow.fs.FileSystem] | None:
+    """Makes the run's filesystem anew from its URI; None if it was given as an object, or has no URI."""
+    config = train_run_context.run_config
+    if config.storage_filesystem is not None or "://" not in str(config.storage_path):
+        return None
+    return functools.partial(_from_uri, str(config.storage_path))
+
+
+def _from_uri(uri: str) -> pyarrow.fs.FileSystem:
+    return pyarrow.fs.FileSystem.from_uri(uri)[0]
 
 
 def run_path(train_run_context: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
@@ -9,16 +10,17 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
 from ray_jax_ckpt import _ray_compat, start_hook
-from ray_jax_ckpt.config import SnapshotConfig
-from ray_jax_ckpt.errors import ConfigError
+from ray_jax_ckpt.config import PersistConfig, SnapshotConfig
+from ray_jax_ckpt.errors import ConfigError, PersistError
 from ray_jax_ckpt.memory import fleet
-from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
-from ray_jax_ckpt.memory.messages import Member
+from ray_jax_ckpt.memory.coordinator import start_coordinator
+from ray_jax_ckpt.memory.messages import Member, RunIdentity
 from ray_jax_ckpt.run_identity import canonical
 
 logger = logging.getLogger(__name__)
@@ -60,15 +62,18 @@ class CheckpointManager(_Callback):
 
     Args:
         snapshot: What is kept in memory, and how. None: the defaults of `SnapshotConfig`.
+        persist: What of it is written to the run's storage, and what stays there. None: nothing.
 
     Raises:
-        ConfigError: `snapshot` is no SnapshotConfig.
+        ConfigError: An argument is not of its type.
     """
 
-    def __init__(self, snapshot: SnapshotConfig | None = None) -> None:
+    def __init__(self, snapshot: SnapshotConfig | None = None, persist: PersistConfig | None = None) -> None:
         if not isinstance(snapshot, SnapshotConfig | None):
             raise ConfigError(f"CheckpointManager(snapshot=...) takes a SnapshotConfig, got {type(snapshot).__name__}.")
-        self._config = snapshot or SnapshotConfig()
+        if not isinstance(persist, PersistConfig | None):
+            raise ConfigError(f"CheckpointManager(persist=...) takes a PersistConfig, got {type(persist).__name__}.")
+        self._config, self._persist = snapshot or SnapshotConfig(), persist
         self._coordinator: Any = None
         self._decision: Any = None
         self._failed = False
@@ -95,9 +100,26 @@ class CheckpointManager(_Callback):
                 stacklevel=1,
             )
         here = ray.get_runtime_context().get_node_id()
-        self._coordinator = start_coordinator(run_identity(filesystem, path), self._config, here)
+        run = replace(run_identity(filesystem, path), rebuild=_ray_compat.filesystem_maker(train_run_context))
+        self._coordinator = start_coordinator(run, self._config, here, self._persist)
         # Finds living stores now: their orphan timeout must not pass while the run waits for resources.
         self._coordinator.open.remote()
+
+    async def before_controller_shutdown(self) -> None:
+        """Training has ended: waits until what is due is on storage.
+
+        Raises:
+            PersistError: It is not. The run ends with this error, unless it ends with another one already.
+        """
+        if self._coordinator is None or self._persist is None:
+            return
+        bound = 2 * self._persist.timeout_s + FINISH_TIMEOUT_S
+        try:
+            problem = await asyncio.wait_for(self._coordinator.settle.remote(), bound)
+        except Exception as error:
+            problem = f"the run's coordinator did not say what is on storage: {error!r}"
+        if problem:
+            raise PersistError(f"Training has ended, and not all of it is on storage: {problem}")
 
     @_safe
     def after_controller_finish(self, result: Any) -> None:
@@ -148,7 +170,7 @@ class CheckpointManager(_Callback):
         """
         self._record("backend_ready")
         if self._coordinator is not None:
-            wiring = start_hook.Wiring(self._coordinator, self._config)
+            wiring = start_hook.Wiring(self._coordinator, self._config, self._persist)
             worker_group.execute_async(start_hook.arm, wiring)
             if self._decision is not None:
                 worker_group.execute_async(start_hook.decide, self._decision)
@@ -168,6 +190,8 @@ class CheckpointManager(_Callback):
         errors = _ray_compat.failures_of(worker_group_status)
         if errors and not self._failed:
             self._failed = True
+            if self._coordinator is not None:
+                self._coordinator.failed.remote()
             self._record("worker_group_failed", errors={rank: text[:500] for rank, text in errors.items()})
 
     def _pass_on(self, worker_group_status: Any) -> None:
@@ -182,8 +206,12 @@ class CheckpointManager(_Callback):
 
     @_safe
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        """Notes the time."""
+        """Notes the time. After a good end lets the workers store their last snapshot, if it is to be written."""
         self._record("worker_group_stopping")
+        if self._persist is not None and _ray_compat.ended_well(worker_group):
+            timeout_s = self._config.timeout_s
+            last = worker_group.execute_async(start_hook.store_last, timeout_s)
+            ray.wait(last, num_returns=len(last), timeout=timeout_s + FINISH_TIMEOUT_S)
 
     @_safe
     def after_worker_group_shutdown(self, worker_group_context: Any) -> None:

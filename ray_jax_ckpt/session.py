@@ -37,6 +37,7 @@ from ray_jax_ckpt.model.index import Layout
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
+from ray_jax_ckpt.persisting import StorageWatch, describe_for_orbax, import_in_background
 from ray_jax_ckpt.pipeline import GRACE_S, Job, Pipeline
 from ray_jax_ckpt.start_hook import Wiring
 from ray_jax_ckpt.system import available_bytes
@@ -51,6 +52,10 @@ class Session:
 
     def __init__(self, wiring: Wiring, decision: Decision, rank: int) -> None:
         self.coordinator, self.config, self.decision, self.rank = wiring.coordinator, wiring.config, decision, rank
+        self._persists = wiring.persist is not None
+        self._storage = StorageWatch(wiring.persist, self.coordinator, self.ask)
+        if self._persists and rank == 0:
+            import_in_background()
         self.restores = 0
         faults.identify(rank)
         self.committed_any = False
@@ -104,6 +109,7 @@ class Session:
     ) -> SnapshotCheckpoint | None:
         """See `ray_jax_ckpt.snapshot`."""
         step = self._checked_step(step)
+        self._storage.check()
         announced = self._listener.arrive((self.restores, step))
         if self._handle is not None and step == self._handle.step:
             return self._again(self._handle, metrics, force, timeout_s)
@@ -200,7 +206,8 @@ class Session:
         self._pipeline.drain(timeout_s)
 
     def _new_planner(self, timeout_s: float) -> Planner:
-        return Planner(self._topology(timeout_s), on_device=self.config.staging == "device")
+        describe = describe_for_orbax if self._persists else None
+        return Planner(self._topology(timeout_s), on_device=self.config.staging == "device", describe=describe)
 
     def _ready_planner(self, generation: Generation, force: bool, timeout_s: float) -> Planner | None:
         """The planner; None (with a warning) if the group could not be asked how JAX numbers it: training goes on."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ray.actor import ActorHandle
 
-from ray_jax_ckpt.config import SnapshotConfig
+from ray_jax_ckpt.config import PersistConfig, SnapshotConfig
 from ray_jax_ckpt.memory.messages import Decision
 
 
@@ -16,6 +16,7 @@ class Wiring:
 
     coordinator: ActorHandle
     config: SnapshotConfig
+    persist: PersistConfig | None = None
 
 
 def arm(wiring: Wiring) -> None:
@@ -30,3 +31,10 @@ def decide(decision: Decision) -> None:
     from ray_jax_ckpt import session
 
     session.decide(decision)
+
+
+def store_last(timeout_s: float) -> None:
+    """After a train function that has returned: its last snapshot may still be on its way to the store."""
+    from ray_jax_ckpt import session
+
+    session.current().drain(timeout_s)

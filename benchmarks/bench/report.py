@@ -99,10 +99,8 @@ def summarize_memory(facts: dict[str, Any], copies: int) -> dict[str, Any]:
     grown = {}
     for when in ("steady", "peak"):
         found = facts[f"memory {when}"]
-        grown[when] = {
-            "segments": round(found["segments"] / size, 2),
-            "private": round((found["private"] - idle["private"]) / size, 2),
-        }
+        grown[f"{when} segments"] = round(found["segments"] / size, 2)
+        grown[f"{when} private"] = round((found["private"] - idle["private"]) / size, 2)
     stated = {name: round(value / size, 2) for name, value in stated_bytes(size, copies).items()}
     return {"stated x state": stated, "grown x state": grown}
 

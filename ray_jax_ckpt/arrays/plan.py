@@ -166,10 +166,13 @@ class Planner:
     Args:
         topology: The group.
         on_device: Whether states are copied on their devices first.
+        describe: Makes `Layout.orbax` of a state; called on rank 0.
     """
 
-    def __init__(self, topology: Topology, *, on_device: bool = False) -> None:
-        self._topology, self._on_device = topology, on_device
+    def __init__(
+        self, topology: Topology, *, on_device: bool = False, describe: Callable[[tree.Flat], str] | None = None
+    ) -> None:
+        self._topology, self._on_device, self._describe = topology, on_device, describe
         self._signature: Any = None
         self._plan: Plan | None = None
 
@@ -187,7 +190,7 @@ class Planner:
         """
         signature = (flat.treedef, tuple(map(_signature, flat.leaves)))
         if self._plan is None or signature != self._signature:
-            plan = make_plan(flat, self._topology, on_device=self._on_device)
+            plan = make_plan(flat, self._topology, on_device=self._on_device, describe=self._describe)
             self._plan, self._signature = plan, signature
         return self._plan
 
@@ -219,7 +222,13 @@ def _shards(captures: Sequence[Capture], data: Mapping[int, Any]) -> list[jax.Ar
     return [data[item.leaf].addressable_data(item.shard) for item in captures if item.shard is not None]
 
 
-def make_plan(flat: tree.Flat, topology: Topology, *, on_device: bool = False) -> Plan:
+def make_plan(
+    flat: tree.Flat,
+    topology: Topology,
+    *,
+    on_device: bool = False,
+    describe: Callable[[tree.Flat], str] | None = None,
+) -> Plan:
     """See `Planner`."""
     specs = [tree.describe(*leaf) for leaf in zip(flat.paths, flat.keys, flat.leaves, strict=True)]
     _check_paths(flat.paths)
@@ -254,6 +263,7 @@ def make_plan(flat: tree.Flat, topology: Topology, *, on_device: bool = False) -
         local=kept_locally,
         parts=placed,
         skeleton=json.dumps(Skeleton.of(flat).to_json()),
+        orbax=describe(flat) if describe is not None and rank == 0 else "",
     )
     stored = _with_local(stored_bytes(parts), topology, sum(x[2] for x in local))
     data = {item.leaf: tree.plain(flat.leaves[item.leaf]) for item in captures}

@@ -7,15 +7,13 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass
 from typing import Any
 
-import pyarrow.fs
 import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_jax_ckpt.config import SnapshotConfig
+from ray_jax_ckpt.config import PersistConfig, SnapshotConfig
 from ray_jax_ckpt.errors import (
     RestoreError,
     RestoreTimeoutError,
@@ -29,7 +27,8 @@ from ray_jax_ckpt.memory.announce import Announcer, Ear, Word
 from ray_jax_ckpt.memory.barrier import Barrier, MissingRanks
 from ray_jax_ckpt.memory.drain import Drain
 from ray_jax_ckpt.memory.ledger import Ledger
-from ray_jax_ckpt.memory.messages import Decision, Located, Member
+from ray_jax_ckpt.memory.messages import Decision, Located, Member, RunIdentity
+from ray_jax_ckpt.memory.persister import Persister
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S
 from ray_jax_ckpt.model import attendance as attendance_
 from ray_jax_ckpt.model import books as books_
@@ -44,22 +43,15 @@ from ray_jax_ckpt.observe.events import EventLog
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RunIdentity:
-    """Which run this is, and where its directory lies."""
-
-    digest: str
-    path: str
-    filesystem: pyarrow.fs.FileSystem | None
-
-
 # Calls that meet a coordinator while it is started again wait for it, instead of costing an attempt.
 MAX_TASK_RETRIES = 3
 # All ranks may wait in the coordinator at once while their stores' reports have to get through.
 MAX_CONCURRENT_CALLS = 100_000
 
 
-def start_coordinator(run: RunIdentity, config: SnapshotConfig, node_id: str) -> ActorHandle:
+def start_coordinator(
+    run: RunIdentity, config: SnapshotConfig, node_id: str, persist: PersistConfig | None = None
+) -> ActorHandle:
     """Starts a run's coordinator on a node, owned by the calling process. Ray starts it again if it is killed."""
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     actor: Any = ray.remote(Coordinator).options(
@@ -69,7 +61,7 @@ def start_coordinator(run: RunIdentity, config: SnapshotConfig, node_id: str) ->
         max_restarts=-1,
         max_task_retries=MAX_TASK_RETRIES,
     )
-    return actor.remote(run, config)
+    return actor.remote(run, config, persist)
 
 
 class Coordinator:
@@ -78,13 +70,17 @@ class Coordinator:
     It holds nothing that the stores do not hold: a new one rebuilds its books from their inventories.
     """
 
-    def __init__(self, run: RunIdentity, config: SnapshotConfig) -> None:
+    def __init__(self, run: RunIdentity, config: SnapshotConfig, persist: PersistConfig | None = None) -> None:
         self._config = config
         self._events = EventLog(run.filesystem, run.path)
         self._ledger = Ledger(run.digest, config, self._events.add)
         self._barrier, self._activities, self._attendance = Barrier(), Activities(), Attendance(0)
         self._announcer = Announcer()
         self._drain = Drain(self._ledger, self._announcer, self._events.add)
+        self._persister = Persister(self._ledger, persist, run, self._events.add) if persist is not None else None
+        if self._persister is not None:
+            self._ledger.before_freeing = self._persister.look
+            self._drain.saved = self._persister.preempted
         self._opening, self._deciding = asyncio.Lock(), asyncio.Lock()
 
     # Life.
@@ -109,6 +105,8 @@ class Coordinator:
             self._ledger.learn(one.group for one in inventories.values())
             self._ledger.spawn(self._ledger.pulse.beat())
             self._ledger.spawn(self._drain.watch())
+            if self._persister is not None:
+                self._ledger.spawn(self._persister.look_back())
 
     async def finish(self, keep: bool) -> None:
         """The run is over. Stores end now, or (`keep`) when nobody has taken them over for their orphan timeout."""
@@ -156,6 +154,8 @@ class Coordinator:
         await self._announcer.begin(attempt)
         ledger.spawn(ledger.form_group(attempt))
         chosen = located.generation if located else None
+        if self._persister is not None:
+            self._persister.restored(chosen)
         step = chosen.step if chosen else None
         self._events.add("decision", attempt=attempt, step=step, generation=str(chosen) if chosen else None)
         return Decision(attempt, members, handles, ledger.secret, located, self._drain.leaving())
@@ -179,6 +179,21 @@ class Coordinator:
     async def gone(self, ranks: tuple[int, ...]) -> None:
         """These ranks' processes are dead. Of snapshots that only they lack, as much as possible is saved."""
         await self._drain.gone(ranks)
+
+    async def failed(self) -> None:
+        """The worker group has failed. What memory holds is worth a copy on storage now."""
+        await self.open()
+        if self._persister is not None:
+            self._persister.failed()
+
+    async def settle(self) -> str:
+        """Training has ended: what is due is written. Returns what could not be; "" if all is on storage."""
+        await self.open()
+        return await self._persister.settle() if self._persister is not None else ""
+
+    async def persist_problem(self) -> str:
+        """Why training is to fail because of storage (`PersistConfig.fail_after`); "" while it is not."""
+        return self._persister.fatal if self._persister is not None else ""
 
     # Stores and workers report.
 

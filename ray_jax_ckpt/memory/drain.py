@@ -35,6 +35,9 @@ class Drain:
 
     What their stores hold is copied elsewhere at once. If ranks of the group run there, a snapshot is announced: when
     the drain is seen, again shortly before the deadline, and when ranks are gone, then to the others only.
+
+    Attributes:
+        saved: Told of the position of each snapshot that is announced: restores in the attempt, and step.
     """
 
     def __init__(self, ledger: Ledger, announcer: Announcer, record: Callable[..., None]) -> None:
@@ -47,6 +50,7 @@ class Drain:
         self._last_chance: float | None = None
         self._announcing = False
         self._stood_in: set[Generation] = set()
+        self.saved: Callable[[int, int], None] = lambda restores, step: None
 
     # What is known.
 
@@ -156,6 +160,7 @@ class Drain:
             named = await self._announcer.announce(attempt, ranks, leaving) if ranks else None
             if named is not None and attempt == self._ledger.books.attempt:
                 self._reasons |= due
+                self.saved(*named.position)
                 self._record("snapshot_announced", step=named.position[1], leaving=sorted(leaving), why=sorted(due))
         finally:
             self._announcing = False

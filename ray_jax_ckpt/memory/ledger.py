@@ -44,6 +44,7 @@ class Ledger:
         members: The current worker group.
         unheard: Stores that live and have not answered this coordinator yet.
         pulse: Notices which stores live.
+        before_freeing: Called when it is time to look for free buffers; returns generations that are not to be freed.
     """
 
     def __init__(self, run: str, config: SnapshotConfig, record: Callable[..., None]) -> None:
@@ -59,6 +60,7 @@ class Ledger:
         self._forming = asyncio.Lock()
         self._settling: asyncio.TimerHandle | None = None
         self.pulse = Pulse(self)
+        self.before_freeing: Callable[[], frozenset[Generation]] = frozenset
         self._examining: set[tuple[str, Generation]] = set()
         self.unheard: set[str] = set()
         self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
@@ -350,7 +352,7 @@ class Ledger:
         self.changed.ring()
         if self._keeping:
             return
-        free = self.books.releasable()
+        free = self.books.releasable() - self.before_freeing()
         if free:
             faults.reach("free", max(free).step)
             for handle in self.roster.handles.values():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import pyarrow.fs
 from ray.actor import ActorHandle
 
 from ray_jax_ckpt.config import TlsConfig
@@ -12,6 +13,28 @@ from ray_jax_ckpt.memory.arena import SegmentHandle
 from ray_jax_ckpt.model.books import Held, Statement
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease, Phase, Slot
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Which run this is, and where its directory lies.
+
+    Attributes:
+        digest: The same for every driver of it.
+        path: Of its directory.
+        filesystem: That this is on. None: it has none, and nothing is written.
+        rebuild: Makes the filesystem anew, with credentials of today; None where nobody knows how.
+    """
+
+    digest: str
+    path: str
+    filesystem: pyarrow.fs.FileSystem | None
+    rebuild: Callable[[], pyarrow.fs.FileSystem] | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """What the user calls it."""
+        return self.path.rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True)
@@ -44,12 +67,21 @@ class Place:
 
 @dataclass(frozen=True)
 class StoreView:
-    """A store as a reader sees it: its node, its Flight address, and its places of one generation's parts."""
+    """A store as a reader sees it.
+
+    Attributes:
+        name: Its identity.
+        node_id: Its node.
+        address: Of its Flight server.
+        places: Where its parts of one generation lie.
+        own: Those of them that its own worker filled.
+    """
 
     name: str
     node_id: str
     address: str
     places: Mapping[str, Place] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Pulse:
                 self._ledger.spawn(self._ledger.form_group(self._ledger.books.attempt))
             await self._ledger.notify()
 
-    async def _ask_all(self, names: Iterable[str]) -> bool:
+    async def ask_all(self, names: Iterable[str]) -> bool:
         """Has stores say what they hold; whether all of them did."""
         handles = self._ledger.roster.among(names)
         answers = await self._ledger.roster.ask(lambda store: store.heartbeat.remote(), handles)
@@ -103,7 +103,7 @@ class Pulse:
         """Abandons what ranks have passed without a word that arrived, which would keep its buffers for ever."""
         async with self._auditing:
             found = self._ledger.books.passed()
-            if found and await self._ask_all(list(self._ledger.books.domains)):
+            if found and await self.ask_all(list(self._ledger.books.domains)):
                 for generation in found & self._ledger.books.passed():
                     self._ledger.books = books_.abandoned(
                         self._ledger.books, generation, "a rank has gone on without it"
@@ -114,7 +114,7 @@ class Pulse:
     async def mourn(self, name: str) -> None:
         """A store is dead. What only it held is known when all others have said what they hold."""
         handle, incarnation = self._ledger.roster.handles.get(name), self._ledger.books.incarnations.get(name)
-        sure = await self._ask_all([other for other in self._ledger.books.domains if other != name])
+        sure = await self.ask_all([other for other in self._ledger.books.domains if other != name])
         # By now another store may have its name.
         known = self._ledger.roster.handles.get(name), self._ledger.books.incarnations.get(name)
         if known[0] is handle and known[1] == incarnation:

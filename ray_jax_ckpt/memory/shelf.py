@@ -224,15 +224,21 @@ class Shelf:
                 return segment, *place
         raise SnapshotLostError(f"Store {self.slots.name} does not hold {part} of generation {generation}.")
 
-    def view(self, generation: Generation) -> tuple[dict[str, Place], list[RankIndex]]:
-        """Where the parts of a generation lie, and the indices that are here."""
+    def view(self, generation: Generation) -> tuple[dict[str, Place], list[RankIndex], frozenset[str]]:
+        """Where the parts of a generation lie, the indices that are here, and which parts this store's worker filled.
+
+        What is here twice is where the worker filled it.
+        """
+        places, indices, own = {}, [], set()
         with self.changed:
-            places, indices = {}, []
-            for content, segment in self.held(generation):
-                handle = segment.handle()
-                places |= {part: Place(handle, offset, size) for part, (offset, size) in content.places.items()}
+            for key, slot in self.slots.holding(generation).items():
+                content, handle = self._contents[key], self._segments[key].handle()
+                here = {part: Place(handle, offset, size) for part, (offset, size) in content.places.items()}
+                is_own = slot.source == self.slots.name
+                own |= here.keys() if is_own else set()
+                places = {**places, **here} if is_own else {**here, **places}
                 indices += content.rank_indices()
-        return places, indices
+        return places, indices, frozenset(own)
 
     def pieces(self, generation: Generation, parts: Sequence[str]) -> list[Piece]:
         """Those of the parts that are held, each once. Raises SnapshotLostError if none is."""

@@ -23,6 +23,7 @@ from ray_jax_ckpt.memory.scrub import Scrub
 from ray_jax_ckpt.memory.shelf import Shelf
 from ray_jax_ckpt.memory.tls import load_tls
 from ray_jax_ckpt.memory.transfer import FlightClients, FlightServer, PushHeader, streams_for
+from ray_jax_ckpt.memory.uploads import Destination, Pace, Uploads
 from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model import slots as slots_
 from ray_jax_ckpt.model.books import Held, Statement
@@ -32,6 +33,8 @@ from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.scratch import sweep_scratch
+from ray_jax_ckpt.storage.manifest import FileRecord, Manifest
+from ray_jax_ckpt.storage.plan import PlannedFile
 from ray_jax_ckpt.system import process_alive, process_start_time
 
 logger = logging.getLogger(__name__)
@@ -84,6 +87,7 @@ class ReplicaStore:
         self._shelf = Shelf(options.name, attempt=options.attempt, **limits)
         self._incarnation = uuid.uuid4().hex
         self._pushes = itertools.count()
+        self._uploads = Uploads(self._shelf)
         self._intake = Intake(self._shelf, timeout_s=options.timeout_s)
         self._settings = options.settings
         self._coordinator: ActorHandle | None = None
@@ -222,8 +226,8 @@ class ReplicaStore:
 
     def view(self, generation: Generation) -> tuple[StoreView, list[RankIndex]]:
         """Where this store's parts of a generation lie, and the indices it holds of it."""
-        places, indices = self._shelf.view(generation)
-        return StoreView(self._options.name, self._options.node_id, self._server.address, places), indices
+        places, indices, own = self._shelf.view(generation)
+        return StoreView(self._options.name, self._options.node_id, self._server.address, places, own), indices
 
     def verify(self, generation: Generation) -> Held | None:
         """Digests everything held of a generation again, drops what is bad, and says what there is then."""
@@ -265,6 +269,30 @@ class ReplicaStore:
                 raise SnapshotLostError(f"Store {self._options.name} does not hold generation {generation}.")
             held[0][0].adopt(raw_index)
         self._tell(generation)
+
+    # For storage: see `Uploads`.
+
+    def prepare_upload(self, to: Destination) -> None:
+        """Makes way for a checkpoint."""
+        self._uploads.prepare(to)
+
+    def upload(
+        self, to: Destination, generation: Generation, files: tuple[PlannedFile, ...], pace: Pace
+    ) -> dict[str, FileRecord]:
+        """Writes this store's share of a checkpoint."""
+        return self._uploads.write(to, generation, files, pace)
+
+    def finish_upload(self, to: Destination, manifest: Manifest, retries: int) -> None:
+        """Makes what has been written a checkpoint."""
+        self._uploads.commit(to, manifest, retries)
+
+    def discard_upload(self, to: Destination) -> None:
+        """Removes what has been written."""
+        self._uploads.discard(to)
+
+    def remove_checkpoint(self, to: Destination) -> None:
+        """Removes a checkpoint."""
+        self._uploads.remove(to)
 
     def push(self, generation: Generation, parts: tuple[str, ...], target: str, address: str) -> None:
         """Copies held parts to another store (re-replication). Returns at once; the receiver reports what arrived."""

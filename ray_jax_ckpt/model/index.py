@@ -109,6 +109,8 @@ class Layout:
         local: Leaves that are this rank's own (host values, numpy, process-local arrays), not shards of a global array.
         parts: Parts that this rank keeps.
         skeleton: JSON that describes the tree's inner nodes, for a restore without a template.
+        orbax: Orbax's metadata files of the tree, which only a process with JAX can make; "" where they are not needed.
+            See `storage.plan.orbax_of`.
     """
 
     rank: int
@@ -118,6 +120,7 @@ class Layout:
     local: frozenset[int] = field(repr=False)
     parts: tuple[PartLayout, ...] = field(repr=False)
     skeleton: str = field(default="{}", repr=False)
+    orbax: str = field(default="", repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -160,6 +163,7 @@ class Layout:
             "local": sorted(self.local),
             "parts": parts,
             "skeleton": self.skeleton,
+            "orbax": self.orbax,
         }
         return json.dumps(whole, separators=_DENSE).encode()
 
@@ -171,7 +175,7 @@ class Layout:
             for name, targets, offset, size, pushed, regions, items in raw["parts"]
         )
         head = raw["rank"], raw["world_size"], raw["structure"]
-        return cls(*head, Encoded(raw["leaves"], dict), frozenset(raw["local"]), parts, raw["skeleton"])
+        return cls(*head, Encoded(raw["leaves"], dict), frozenset(raw["local"]), parts, raw["skeleton"], raw["orbax"])
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,15 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 
 _PERMANENT = frozenset({errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 # pyarrow puts what S3 answered into words only.
-_PERMANENT_WORDS = (
+_DENIED_WORDS = (
     "ACCESS_DENIED",
-    "NO_SUCH_BUCKET",
     "INVALID_ACCESS_KEY_ID",
     "SIGNATURE_DOES_NOT_MATCH",
+    "EXPIRED_TOKEN",
+    "ExpiredToken",
     "HTTP status 403",
 )
+_PERMANENT_WORDS = (*_DENIED_WORDS, "NO_SUCH_BUCKET")
 
 
 def renames(filesystem: pyarrow.fs.FileSystem) -> bool:
@@ -39,6 +41,12 @@ def is_permanent(error: BaseException) -> bool:
     if not isinstance(error, OSError):
         return True
     return error.errno in _PERMANENT or any(word in str(error) for word in _PERMANENT_WORDS)
+
+
+def is_denied(error: BaseException) -> bool:
+    """Whether storage refuses whoever asks, which new credentials may help."""
+    denied = isinstance(error, PermissionError) or getattr(error, "errno", None) in (errno.EACCES, errno.EPERM)
+    return denied or any(word in str(error) for word in _DENIED_WORDS)
 
 
 def open_output(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:

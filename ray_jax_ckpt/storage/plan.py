@@ -6,8 +6,11 @@ anything is written. So several stores can write one checkpoint without talking 
 
 from __future__ import annotations
 
+import base64
+import binascii
 import heapq
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,6 +44,7 @@ from ray_jax_ckpt.values import dtype_name
 MAX_OBJECTS = 2_000
 """From here on arrays go into an OCDBT database: object stores charge and wait for each object, and disks sync each."""
 _MAX_CHUNKS = 100_000
+_MAX_ORBAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,7 @@ def plan_files(
     about: About,
     *,
     holders: Mapping[str, Sequence[int]] | None = None,
+    num_writers: int | None = None,
 ) -> DirectoryPlan:
     """Plans a checkpoint.
 
@@ -171,12 +176,36 @@ def plan_files(
         indices: Of all ranks, in rank order.
         orbax: Orbax's metadata files, as `orbax_metadata.orbax_files` makes them.
         about: What it says of itself.
-        holders: Ranks whose stores hold each part, from which its bytes can be written. None: those that captured it.
+        holders: Writers that can write the bytes of each part, by number. None: the ranks that captured it.
+        num_writers: How many there are. None: as many as ranks.
 
     Raises:
         UnsupportedLeafError: The tree cannot be written (see `names`).
     """
-    return _Planner(indices, orbax, about, holders or _keepers(indices)).plan()
+    return _Planner(indices, orbax, about, holders or _keepers(indices), num_writers or len(indices)).plan()
+
+
+def pack_orbax(files: Mapping[str, bytes]) -> str:
+    """Orbax's metadata files as text that travels in `Layout.orbax`."""
+    text = json.dumps({path: content.decode() for path, content in files.items()})
+    return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def orbax_of(indices: Iterable[Index]) -> dict[str, bytes]:
+    """Orbax's metadata files of a generation, from the index of the rank that made them.
+
+    Raises:
+        ValueError: There are none in it, or they are damaged.
+    """
+    packed = next((index.layout.orbax for index in indices if index.layout.orbax), None)
+    if packed is None:
+        raise ValueError("the snapshot was taken by a group that did not write to storage")
+    try:
+        # Bounded: what a peer sends may be small and become large.
+        text = zlib.decompressobj().decompress(base64.b64decode(packed), _MAX_ORBAX_BYTES)
+        return {path: content.encode() for path, content in json.loads(text).items()}
+    except (zlib.error, binascii.Error, AttributeError) as error:
+        raise ValueError(f"not Orbax's metadata files: {error!r}") from error
 
 
 class _Planner:
@@ -188,8 +217,10 @@ class _Planner:
         orbax: Mapping[str, bytes],
         about: About,
         holders: Mapping[str, Sequence[int]],
+        num_writers: int,
     ) -> None:
-        self._indices, self._orbax, self._about, self._holders = indices, orbax, about, holders
+        self._indices, self._orbax, self._about = indices, orbax, about
+        self._holders, self._num_writers = holders, num_writers
         self._own = indices[0]
         self._catalog = Catalog.of(indices)
         self._specs = [LeafSpec.from_json(dict(leaf)) for leaf in self._own.layout.leaves]
@@ -202,7 +233,7 @@ class _Planner:
         files = [*self._metadata(), *self._ranks()]
         for number, leaf in enumerate(leaves):
             files += self._value(number, leaf) if leaf.form == "value" else self._array(number, leaf)
-        planned = tuple(_assigned(files, self._holders, len(self._indices)))
+        planned = tuple(_assigned(files, self._holders, self._num_writers))
         _check_distinct(planned)
         return DirectoryPlan(planned, self._head(leaves))
 
@@ -352,11 +383,11 @@ def _keepers(indices: Sequence[Index]) -> dict[str, list[int]]:
 
 
 def _assigned(
-    files: Iterable[PlannedFile], holders: Mapping[str, Sequence[int]], world_size: int
+    files: Iterable[PlannedFile], holders: Mapping[str, Sequence[int]], num_writers: int
 ) -> Iterator[PlannedFile]:
     """Gives each file to the rank with the least to write among those that hold its bytes: the same on every rank."""
-    load = [0] * world_size
-    everybody = [(0, rank) for rank in range(world_size)]
+    load = [0] * num_writers
+    everybody = [(0, rank) for rank in range(num_writers)]
     for file in sorted(files, key=lambda file: (-file.size, file.path)):
         if not file.pieces:
             # Content that all have: whoever has the least.

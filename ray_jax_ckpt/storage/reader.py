@@ -244,7 +244,8 @@ class Reader:
             if segment is not None:
                 self._segments[part, item.offset] = segment
         # Only compared with one another: one digest per block says the same as one of all.
-        return placed, ["".join(segment.blocks) if segment else "" for _, _, segment in items]
+        # What has none, in the database or without bytes, is the same for all who do not have another.
+        return placed, ["".join(segment.blocks) if segment else "stored" for _, _, segment in items]
 
 
 _Placed = tuple[int, Box, Segment | None]
@@ -257,7 +258,7 @@ def _items(number: int, leaf: LeafRecord, path: str, files: Mapping[str, FileRec
     if leaf.form == "ocdbt":
         return [(number, box, None)]
     if not volume(box):
-        return [(number, box, Segment("", 0, 0, ("",), 1))]
+        return [(number, box, Segment("", 0, 0, ("nothing",), 1))]
     names = ((leaf.path(key), chunk) for key, chunk in chunks_of(box, leaf.chunks or ()))
     return [(number, chunk, Segment.of_file(join(path, name), files[name])) for name, chunk in names]
 

@@ -7,10 +7,10 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from group import Group
 from support import eventually
 
 import ray_jax_ckpt as rjc
-from cases.conftest import Group
 from ray_jax_ckpt import worker
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint
 from ray_jax_ckpt.errors import (

@@ -98,7 +98,9 @@ def test_events_are_written_whatever_the_path_looks_like(place, name):
 
 def test_a_relative_storage_path_is_warned_of(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        manager, "start_coordinator", lambda *_: types.SimpleNamespace(open=types.SimpleNamespace(remote=lambda: 0))
+        manager,
+        "start_coordinator",
+        lambda *_, **__: types.SimpleNamespace(open=types.SimpleNamespace(remote=lambda: 0)),
     )
     monkeypatch.setattr(manager.ray, "get_runtime_context", lambda: types.SimpleNamespace(get_node_id=lambda: "node"))
     storage = types.SimpleNamespace(storage_filesystem=LOCAL, experiment_fs_path="runs/a")

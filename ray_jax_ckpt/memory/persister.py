@@ -1,0 +1,302 @@
+"""Has the stores write snapshots to storage as they become due, and keeps the list of what is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
+
+from ray_jax_ckpt.config import PersistConfig
+from ray_jax_ckpt.errors import CheckpointError, PersistError, SnapshotLostError, StoreError
+from ray_jax_ckpt.memory.ledger import Ledger
+from ray_jax_ckpt.memory.messages import Located, RunIdentity
+from ray_jax_ckpt.memory.uploads import Destination, Pace
+from ray_jax_ckpt.model import persistence
+from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.model.persistence import Persisted, Progress
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.model.slots import Lease
+from ray_jax_ckpt.storage.manifest import FileRecord
+from ray_jax_ckpt.storage.plan import About, DirectoryPlan, orbax_of, plan_files
+from ray_jax_ckpt.storage.runs import checkpoint_path, find_checkpoints
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 10.0
+END_TRIES = 2
+LOOK_INTERVAL_S = 0.5
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
+DISCARD_TIMEOUT_S = 30.0
+
+
+class GaveWayError(StoreError):
+    """An upload that was not begun, or was given up, for the sake of snapshots."""
+
+
+class Persister:
+    """For use in the coordinator's event loop.
+
+    Attributes:
+        persisted: What is on storage.
+        failures: In a row.
+        problem: What went wrong last; empty when the last one went well.
+    """
+
+    def __init__(self, ledger: Ledger, config: PersistConfig, run: RunIdentity, record: Callable[..., None]) -> None:
+        self._ledger, self._config, self._run, self._record = ledger, config, run, record
+        self._preempted: set[tuple[int, int]] = set()
+        self._progress = Progress(None, time.monotonic())
+        self._wanted = ""
+        self._writing: asyncio.Task[None] | None = None
+        self._not_before = 0.0
+        self._ending = False
+        self._changed = asyncio.Event()
+        self.persisted: dict[Generation, Persisted] = {}
+        self._claimed: frozenset[Generation] = frozenset()
+        self.failures, self.problem = 0, ""
+
+    async def look_back(self) -> None:
+        """Learns what is on storage already, from earlier drivers of this run."""
+        filesystem, path = self._run.filesystem, self._run.path
+        try:
+            found = await asyncio.to_thread(lambda: [m for _, m in find_checkpoints(filesystem, path)])
+        except Exception as error:
+            logger.warning("The run's checkpoints could not be listed: %s", error)
+            return
+        known = {m.generation: Persisted(m.generation, m.metrics.get(0, {})) for m in found}
+        self.persisted = known | self.persisted
+
+    def restored(self, generation: Generation | None) -> None:
+        """A group begins: steps count from what it restores."""
+        self._progress = replace(self._progress, generation=generation)
+
+    # What is due.
+
+    def look(self) -> frozenset[Generation]:
+        """Begins to write the newest complete generation if it is due. Called before anything is freed.
+
+        Returns:
+            What is not to be freed now: it is about to be leased.
+        """
+        newest, now = self._ledger.books.newest(), time.monotonic()
+        if newest is not None and (newest.restores, newest.step) in self._preempted:
+            self._preempted.clear()
+            self._wanted = "preemption"
+        if newest is not None and persistence.is_due(self._config, newest, self._progress, now):
+            self._progress = Progress(newest, now)
+            self._wanted = self._wanted or "cadence"
+        self._begin()
+        return self._claimed
+
+    def preempted(self, restores: int, step: int) -> None:
+        """A snapshot is taken because nodes are going to be taken away."""
+        if self._config.on_preemption:
+            self._preempted.add((restores, step))
+
+    def failed(self) -> None:
+        """The worker group has failed."""
+        if self._config.on_failure:
+            self._flush("failure")
+
+    @property
+    def fatal(self) -> str:
+        """What training is to fail with; "" while it goes on."""
+        limit = self._config.fail_after
+        return self.problem if limit is not None and self.failures >= limit else ""
+
+    def _flush(self, why: str) -> None:
+        """The newest complete generation is due, whatever the cadence says."""
+        self._wanted = why
+        self._begin()
+
+    async def settle(self) -> str:
+        """Writes what is due, the last complete generation of the run included. Returns what is not on storage."""
+        self._ending = True
+        # What stores have reported last may still be under way.
+        await self._ledger.pulse.ask_all(list(self._ledger.books.domains))
+        if self._config.has_cadence:
+            self._flush("end of the run")
+        failures = self.failures
+        while (self._writing is not None or self._wanted) and self.failures < failures + END_TRIES:
+            self._begin()
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), LOOK_INTERVAL_S)
+        return self.problem
+
+    def _begin(self) -> None:
+        if self._writing is not None or not self._wanted or time.monotonic() < self._not_before:
+            return
+        why, self._wanted = self._wanted, ""
+        newest = self._ledger.books.newest()
+        if newest is not None and newest not in self.persisted:
+            self._claimed = frozenset({newest})
+            self._writing = asyncio.get_running_loop().create_task(self._persist(newest, why))
+
+    # One checkpoint.
+
+    async def _persist(self, generation: Generation, why: str) -> None:
+        where, start = checkpoint_path(self._run.path, generation), time.monotonic()
+        try:
+            written = await asyncio.wait_for(self._write(generation, where), self._config.timeout_s + GRACE_S)
+            self.failures, self.problem, self._not_before = 0, "", 0.0
+            self.persisted[generation] = written
+            seconds = round(time.monotonic() - start, 3)
+            self._record("persisted", step=generation.step, path=where, why=why, seconds=seconds)
+            self._prune()
+        except GaveWayError as error:
+            logger.warning("Step %d is not written to storage (%s): %s", generation.step, why, error)
+            self._record("persist_skipped", step=generation.step, why=why, reason=str(error))
+        except Exception as error:
+            self._fail(generation, where, why, error)
+        finally:
+            self._writing, self._claimed = None, frozenset()
+            self._changed.set()
+        await self._ledger.notify()
+
+    def _fail(self, generation: Generation, where: str, why: str, error: BaseException) -> None:
+        """Notes it, and has the newest complete generation written after a pause that grows."""
+        self.failures += 1
+        said = "it took longer than PersistConfig.timeout_s" if isinstance(error, TimeoutError) else str(error)
+        self.problem = f"step {generation.step} could not be written to {where} ({why}): {said}"
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self.failures - 1))
+        self._wanted, self._not_before = self._wanted or why, time.monotonic() + pause
+        asyncio.get_running_loop().call_later(pause + 0.01, self._begin)
+        text = "Training goes on, but %s. It is failure %d in a row; the next try is in %.0f s."
+        logger.warning(text, self.problem, self.failures, pause)
+        self._record("persist_failed", step=generation.step, why=why, failures=self.failures, error=said[:1000])
+
+    async def _write(self, generation: Generation, where: str) -> Persisted:
+        to = Destination(self._run.filesystem, where, self._run.rebuild, self._config.timeout_s)
+        located = await self._ledger.locate(generation)
+        if located is None:
+            raise GaveWayError("it was replaced before it could be leased")
+        sources = sources_of(located)
+        lease_id = f"upload {generation} {uuid.uuid4().hex[:8]}"
+        handles = self._ledger.roster.among(sources)
+        try:
+            await self._lease(lease_id, generation, sources, handles)
+            self._claimed = frozenset()
+            plan = await asyncio.to_thread(_plan, located, sources, self._run.name)
+            return await self._fill(to, plan, generation, list(sources), handles)
+        finally:
+            for handle in handles.values():
+                handle.unlease.remote(lease_id)
+
+    async def _lease(
+        self, lease_id: str, generation: Generation, sources: Mapping[str, Source], handles: Mapping[str, ActorHandle]
+    ) -> None:
+        leases = {
+            name: Lease(lease_id, generation, None, source=name if source.own else None, persists=not self._ending)
+            for name, source in sources.items()
+        }
+        answers = await asyncio.gather(
+            *(_answer(handle.lease.remote(leases[name])) for name, handle in handles.items()), return_exceptions=True
+        )
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failed or handles.keys() != sources.keys():
+            raise GaveWayError(str(failed[0]) if failed else "a store that holds it is gone")
+
+    async def _fill(
+        self,
+        to: Destination,
+        plan: DirectoryPlan,
+        generation: Generation,
+        names: Sequence[str],
+        handles: Mapping[str, ActorHandle],
+    ) -> Persisted:
+        config = self._config
+        pace = Pace(config.max_concurrent, config.retries, config.max_bandwidth_bytes_per_s)
+        first = handles[names[0]]
+        shares = {name: tuple(plan.of(number)) for number, name in enumerate(names)}
+        await _answer(first.prepare_upload.remote(to))
+        try:
+            works = [
+                _answer(handles[name].upload.remote(to, generation, share, pace))
+                for name, share in shares.items()
+                if share
+            ]
+            records: list[Mapping[str, FileRecord]] = await asyncio.gather(*works)
+            manifest = plan.manifest({path: record for found in records for path, record in found.items()})
+            await _answer(first.finish_upload.remote(to, manifest, config.retries))
+        except BaseException:
+            first.discard_upload.remote(replace(to, timeout_s=DISCARD_TIMEOUT_S))
+            raise
+        return Persisted(generation, manifest.metrics.get(0, {}))
+
+    # Removing.
+
+    def _prune(self) -> None:
+        for one in persistence.superfluous(self._config, self.persisted.values()):
+            del self.persisted[one.generation]
+            self._ledger.spawn(self._remove(one.generation))
+
+    async def _remove(self, generation: Generation) -> None:
+        where = checkpoint_path(self._run.path, generation)
+        to = Destination(self._run.filesystem, where, self._run.rebuild, self._config.timeout_s)
+        for attempt in range(self._config.retries + 1):
+            handle: Any = next(iter(self._ledger.roster.handles.values()), None)
+            try:
+                if handle is not None:
+                    await asyncio.wait_for(_answer(handle.remove_checkpoint.remote(to)), to.timeout_s + GRACE_S)
+                    self._record("checkpoint_removed", step=generation.step, path=where)
+                    return
+            except Exception as error:
+                logger.warning("Checkpoint %s could not be removed, trying again: %s", where, error)
+            await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt))
+        logger.warning("Checkpoint %s is superfluous and stays: it could not be removed.", where)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a store is to write.
+
+    Attributes:
+        parts: Of the generation.
+        own: Whether it took them all from its own worker.
+    """
+
+    parts: frozenset[str]
+    own: bool
+
+
+def sources_of(located: Located) -> dict[str, Source]:
+    """Which stores write a generation: those that took a part from their own worker, else the least burdened."""
+    chosen: dict[str, set[str]] = {}
+    for part, holders in sorted(located.holders.items()):
+        own = [name for name in holders if part in located.stores[name].own]
+        for name in own or [min(holders, key=lambda name: (len(chosen.get(name, ())), name))]:
+            chosen.setdefault(name, set()).add(part)
+    return {name: Source(frozenset(parts), parts <= located.stores[name].own) for name, parts in sorted(chosen.items())}
+
+
+def _plan(located: Located, sources: Mapping[str, Source], run: str) -> DirectoryPlan:
+    """Decodes, so it is not for the event loop. Writers are numbered in the order of the sources."""
+    indices = [Index.from_bytes(raw) for raw in located.indices]
+    holders: dict[str, list[int]] = {}
+    for number, source in enumerate(sources.values()):
+        for part in source.parts:
+            holders.setdefault(part, []).append(number)
+    about = About(run=run, step=located.generation.step, created_at_s=time.time())
+    return plan_files(indices, orbax_of(indices), about, holders=holders, num_writers=len(sources))
+
+
+async def _answer(ref: Any) -> Any:
+    """A store's answer, or what it raised as an error of this package."""
+    try:
+        return await ref
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, SnapshotLostError):
+            raise GaveWayError(str(cause)) from None
+        raise (cause if isinstance(cause, CheckpointError) else PersistError(str(error))) from None
+    except RayError as error:
+        raise PersistError(f"a store that was writing is gone: {error}") from error

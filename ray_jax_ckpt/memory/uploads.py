@@ -1,0 +1,147 @@
+"""What a store does for storage: it writes its share of a checkpoint from its memory, and finishes or removes one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import pyarrow.fs
+
+from ray_jax_ckpt.errors import PersistError
+from ray_jax_ckpt.memory.shelf import Shelf
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.observe import faults
+from ray_jax_ckpt.storage.files import is_denied, remove_tree
+from ray_jax_ckpt.storage.limiter import Limiter
+from ray_jax_ckpt.storage.manifest import MANIFEST, FileRecord, Manifest
+from ray_jax_ckpt.storage.plan import PlannedFile
+from ray_jax_ckpt.storage.writer import Effort, Target, write_files
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a checkpoint goes.
+
+    Attributes:
+        filesystem: The run's.
+        path: Of the checkpoint.
+        rebuild: Makes the filesystem anew, with credentials of today; None where nobody knows how.
+        timeout_s: Bound of each step.
+    """
+
+    filesystem: pyarrow.fs.FileSystem
+    path: str
+    rebuild: Callable[[], pyarrow.fs.FileSystem] | None = field(default=None, repr=False)
+    timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a store writes: see `PersistConfig`."""
+
+    streams: int
+    retries: int
+    bytes_per_s: float | None
+
+
+class Uploads:
+    """One store's, used by several threads at once.
+
+    Args:
+        shelf: Where the bytes are.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._limiters: dict[float | None, Limiter] = {}
+        self._rebuilt: dict[str, pyarrow.fs.FileSystem] = {}
+        self._lock = threading.Lock()
+
+    def prepare(self, to: Destination) -> None:
+        """Makes way for a checkpoint: what an earlier try left is removed. Raises PersistError."""
+        self._on(to, "prepare", lambda filesystem: Target(filesystem, to.path).prepare(overwrite=True))
+
+    def write(
+        self, to: Destination, generation: Generation, files: tuple[PlannedFile, ...], pace: Pace
+    ) -> dict[str, FileRecord]:
+        """Writes files of a generation that is leased here.
+
+        Raises:
+            PersistError: Storage did not take one of them in time.
+            IntegrityError: The bytes here are not those that were captured: another holder has to be asked.
+            SnapshotLostError: They are not here any more.
+        """
+        faults.reach("persist", generation.step)
+
+        def read(part: str, offset: int, num_bytes: int) -> np.ndarray:
+            segment, start, _ = self._shelf.find(generation, part)
+            return segment.view()[start + offset : start + offset + num_bytes]
+
+        effort = Effort(pace.streams, pace.retries, to.timeout_s, self._limiter(pace.bytes_per_s))
+        written = self._on(to, "write", lambda fs: write_files(Target(fs, to.path), files, read, effort))
+        faults.reach("persisted", generation.step)
+        return written
+
+    def commit(self, to: Destination, manifest: Manifest, retries: int) -> None:
+        """All files are there: makes them a checkpoint. Raises PersistError."""
+        faults.reach("finish", manifest.step or 0)
+        effort = Effort(1, retries, to.timeout_s)
+        self._on(to, "finish", lambda filesystem: Target(filesystem, to.path).commit(manifest, effort))
+
+    def discard(self, to: Destination) -> None:
+        """Removes what has been written of a checkpoint that is given up. Raises PersistError if it takes too long."""
+        self._on(to, "discard", lambda filesystem: Target(filesystem, to.path).discard())
+
+    def remove(self, to: Destination) -> None:
+        """Removes a checkpoint, its manifest first. Raises PersistError."""
+        self._on(to, "remove", lambda filesystem: remove_tree(filesystem, to.path, first=MANIFEST))
+
+    def _limiter(self, bytes_per_s: float | None) -> Limiter:
+        with self._lock:
+            return self._limiters.setdefault(bytes_per_s, Limiter(bytes_per_s))
+
+    def _on(self, to: Destination, what: str, action: Callable[[pyarrow.fs.FileSystem], _T]) -> _T:
+        """Does something on the filesystem, bounded; once more with a new one if it says that access is denied."""
+        key = repr(to.rebuild)
+        filesystem = self._rebuilt.get(key, to.filesystem)
+        try:
+            return _bounded(lambda: action(filesystem), f"{what} {to.path}", to.timeout_s)
+        except (OSError, PersistError) as error:
+            if to.rebuild is None or not is_denied(error):
+                raise
+            logger.warning("Storage denies access (%s): trying again with a filesystem that is made anew.", error)
+        rebuild = to.rebuild
+        filesystem = _bounded(rebuild, f"make the filesystem of {to.path} anew", to.timeout_s)
+        result = _bounded(lambda: action(filesystem), f"{what} {to.path}", to.timeout_s)
+        self._rebuilt[key] = filesystem
+        return result
+
+
+def _bounded(action: Callable[[], _T], what: str, timeout_s: float) -> _T:
+    """Waits for something that a filesystem may never return from, in a daemon thread that is left behind then."""
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="rjc-storage", daemon=True).start()
+    try:
+        return outcome.result(timeout_s + 1.0)
+    except TimeoutError as error:
+        if outcome.done():
+            raise
+        raise PersistError(
+            f"Storage did not {what} within {timeout_s:g} s. Raise PersistConfig.timeout_s if it is only slow."
+        ) from error

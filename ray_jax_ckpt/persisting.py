@@ -1,0 +1,66 @@
+"""A worker's part in what the stores write to storage: metadata that only JAX can make, and failures to be told of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from ray_jax_ckpt.arrays.tree import Flat, describe, flatten
+from ray_jax_ckpt.config import PersistConfig
+from ray_jax_ckpt.errors import PersistError
+from ray_jax_ckpt.storage.names import leaf_names
+from ray_jax_ckpt.storage.plan import pack_orbax
+from ray_jax_ckpt.values import encode_value
+
+
+def describe_for_orbax(flat: Flat) -> str:
+    """`Layout.orbax` of a state.
+
+    Raises:
+        UnsupportedLeafError: A checkpoint cannot hold it; the message says why.
+    """
+    # Orbax takes seconds to import, and only those who write to storage need it.
+    from ray_jax_ckpt.storage.orbax_metadata import orbax_files
+
+    specs = [describe(*leaf) for leaf in zip(flat.paths, flat.keys, flat.leaves, strict=True)]
+    leaf_names(specs)
+    values = {n: encode_value(flat.leaves[n]) for n, spec in enumerate(specs) if spec.kind == "value"}
+    return pack_orbax(orbax_files(flat, values))
+
+
+def import_in_background() -> None:
+    """Spares the first snapshot the seconds that it takes to import Orbax."""
+    threading.Thread(target=describe_for_orbax, args=(flatten({}),), name="rjc-import", daemon=True).start()
+
+
+class StorageWatch:
+    """Tells the training thread of failures that the user wants to know of. It never waits for an answer.
+
+    Args:
+        config: The user's; None: nothing is written.
+        coordinator: Who knows.
+        ask: Gets the answer of a call that has one.
+    """
+
+    def __init__(self, config: PersistConfig | None, coordinator: ActorHandle, ask: Callable[[Any], Any]) -> None:
+        self._limit = config.fail_after if config is not None else None
+        self._coordinator, self._ask = coordinator, ask
+        self._asked: Any = None
+
+    def check(self) -> None:
+        """Raises PersistError if so many checkpoints in a row could not be written (`PersistConfig.fail_after`)."""
+        if self._limit is None:
+            return
+        if self._asked is None:
+            self._asked = self._coordinator.persist_problem.remote()
+        elif ray.wait([self._asked], timeout=0)[0]:
+            problem, self._asked = self._ask(self._asked), None
+            if problem:
+                raise PersistError(
+                    f"Storage has failed {self._limit} times or more in a row (PersistConfig.fail_after), the last "
+                    f"time like this: {problem}"
+                )

@@ -1,0 +1,123 @@
+"""Runs whose stores write to storage: real stores and a real coordinator, ranks in the test's process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import pytest
+import ray
+from group import Group
+from ray.cluster_utils import Cluster
+from support import eventually, local_cluster, new_run, workers_of
+
+import ray_jax_ckpt as rjc
+from ray_jax_ckpt import worker
+from ray_jax_ckpt.memory.messages import RunIdentity
+from ray_jax_ckpt.storage.runs import find_checkpoints
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[Cluster]:
+    with local_cluster(2, object_store_memory=80 * 2**20) as cluster:
+        yield cluster
+
+
+class PersistedRun(Group):
+    """A group on two nodes that writes to storage.
+
+    Args:
+        nodes: Of its ranks.
+        path: Of the run's directory.
+        persist: Settings of PersistConfig.
+        filesystem: That the directory is on.
+        rebuild: See `RunIdentity`.
+    """
+
+    def __init__(
+        self,
+        nodes: list[tuple[str, str]],
+        path: str,
+        persist: dict[str, Any],
+        filesystem: pyarrow.fs.FileSystem | None = None,
+        rebuild: Callable[[], pyarrow.fs.FileSystem] | None = None,
+    ) -> None:
+        self.path, self.filesystem = path, filesystem or pyarrow.fs.LocalFileSystem()
+        run = new_run()
+        directory = RunIdentity(run, path, self.filesystem, rebuild)
+        config = rjc.PersistConfig(**{"retries": 0, "timeout_s": TIMEOUT_S} | persist)
+        super().__init__(nodes, run, directory=directory, persist=config)
+
+    def take(self, state: Any, **options: Any) -> Any:
+        """A snapshot of all ranks at the next step; returns rank 0's handle."""
+        self.step += 1
+        return self.take_at(self.step, state, **options)
+
+    def take_at(self, step: int, state: Any, **options: Any) -> Any:
+        """The same at a step."""
+        self.step = step
+        found = self.all_ranks(lambda rank: rjc.snapshot(step, state, **options))
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return found[0]
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints on storage."""
+        return sorted(manifest.step or 0 for _, manifest in find_checkpoints(self.filesystem, self.path))
+
+    def path_of(self, step: int) -> str:
+        """Directory of the newest complete checkpoint of a step."""
+        return max(path for path, manifest in find_checkpoints(self.filesystem, self.path) if manifest.step == step)
+
+    def await_steps(self, *steps: int) -> None:
+        """Waits until exactly these are on storage."""
+        eventually(lambda: self.steps() == sorted(steps), TIMEOUT_S)
+
+    def settle(self) -> str:
+        """Training has ended; returns what is not on storage."""
+        return ray.get(self.coordinator.settle.remote(), timeout=2 * TIMEOUT_S)
+
+    def drain(self) -> None:
+        """The ranks' last snapshots are in their stores."""
+        for session in self.sessions:
+            session.drain(TIMEOUT_S)
+
+    def await_events(self, name: str, *why: str) -> None:
+        """Waits until events of a kind were noted for exactly these reasons."""
+        eventually(lambda: [event["why"] for event in self.events(name)] == list(why), TIMEOUT_S)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The run's events of one kind. On a local disk only."""
+        file = Path(self.path, "ray_jax_ckpt", "events.jsonl")
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+@pytest.fixture
+def run_of(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., PersistedRun]]:
+    """Makes runs in the test's directory: settings are those of PersistConfig."""
+    made: list[PersistedRun] = []
+
+    def make(
+        *,
+        filesystem: pyarrow.fs.FileSystem | None = None,
+        path: str | None = None,
+        rebuild: Any = None,
+        snapshots: dict[str, Any] | None = None,
+        **persist: Any,
+    ) -> PersistedRun:
+        where = path or str(tmp_path / "run")
+        made.append(PersistedRun(workers_of(cluster), where, persist, filesystem, rebuild))
+        monkeypatch.setattr(worker, "current", made[-1].current)
+        made[-1].begin(copies=2, **(snapshots or {}))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.close()
