@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ray_jax_ckpt.model.shards import Box
 
+DATABASE_CHUNK_BYTES = 32 << 20
+"""Largest chunk in an OCDBT database: it is in memory whole, more than once, while the database is made."""
+
 
 def chunk_shape(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, ...]:
     """The largest chunks of which every box is made up, so that all are full.
@@ -23,6 +26,18 @@ def chunk_shape(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, ...]:
     for box in boxes:
         steps = [math.gcd(step, *side) for step, side in zip(steps, box, strict=True)]
     return tuple(max(1, step) for step in steps)
+
+
+def split(chunks: Sequence[int], itemsize: int, limit_bytes: int) -> tuple[int, ...]:
+    """Chunks of at most `limit_bytes` that these are made up of, cut along leading axes first."""
+    shape, size = list(chunks), itemsize * math.prod(chunks)
+    for axis, length in enumerate(shape):
+        if size <= limit_bytes:
+            break
+        needed = -(-size // limit_bytes)
+        parts = next(n for n in range(min(needed, length), length + 1) if length % n == 0)
+        shape[axis], size = length // parts, size // parts
+    return tuple(shape)
 
 
 def grid_shape(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:

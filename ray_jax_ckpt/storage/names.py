@@ -16,7 +16,8 @@ from ray_jax_ckpt.storage.manifest import FOLDER, check_path
 
 ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "_sharding", "array_metadatas/process_0", "commit_success.txt")
 _RESERVED = frozenset(
-    {path.split("/")[0] for path in ORBAX_FILES} | {FOLDER, "_strings.json", "manifest.ocdbt", "d", "orbax.checkpoint"}
+    {path.split("/")[0] for path in ORBAX_FILES}
+    | {FOLDER, "_strings.json", "manifest.ocdbt", "d", "ocdbt_data", "ocdbt_meta", "orbax.checkpoint"}
 )
 _IN_ARRAY = ("c", "zarr.json")
 

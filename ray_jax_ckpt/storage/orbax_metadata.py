@@ -30,7 +30,7 @@ from orbax.checkpoint._src.tree.utils import is_empty_or_leaf
 from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.model.shards import box_of, whole
-from ray_jax_ckpt.storage.grid import chunk_shape
+from ray_jax_ckpt.storage.grid import DATABASE_CHUNK_BYTES, chunk_shape, split
 from ray_jax_ckpt.storage.manifest import FOLDER, FORMAT
 from ray_jax_ckpt.storage.names import orbax_name
 from ray_jax_ckpt.storage.orbax_types import OrbaxType, orbax_types
@@ -59,7 +59,7 @@ def orbax_files(flat: tree.Flat, values: Mapping[int, Any], *, ocdbt: bool = Fal
         for number, (leaf, kind) in enumerate(zip(flat.leaves, types, strict=True))
         if kind == "jax.Array"
     }
-    chunks = {number: _chunks(array) for number, array in arrays.items()}
+    chunks = {number: _chunks(array, ocdbt) for number, array in arrays.items()}
     found = {
         "_CHECKPOINT_METADATA": json.dumps(serialize(StepMetadata(item_handlers=_HANDLER))),
         "_METADATA": json.dumps(_tree(flat, types, chunks, ocdbt)),
@@ -70,9 +70,10 @@ def orbax_files(flat: tree.Flat, values: Mapping[int, Any], *, ocdbt: bool = Fal
     return {path: text.encode() for path, text in found.items()}
 
 
-def _chunks(array: jax.Array) -> tuple[int, ...]:
+def _chunks(array: jax.Array, ocdbt: bool) -> tuple[int, ...]:
     indices = array.sharding.devices_indices_map(array.shape).values()
-    return chunk_shape(array.shape, [whole(array.shape), *(box_of(index, array.shape) for index in indices)])
+    chunks = chunk_shape(array.shape, [whole(array.shape), *(box_of(index, array.shape) for index in indices)])
+    return split(chunks, array.dtype.itemsize, DATABASE_CHUNK_BYTES) if ocdbt else chunks
 
 
 def _tree(

@@ -23,7 +23,7 @@ from ray_jax_ckpt.model.catalog import Catalog, Stored
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.model.shards import Box, extent, volume, whole
-from ray_jax_ckpt.storage.grid import chunk_shape, chunks_of, num_chunks
+from ray_jax_ckpt.storage.grid import DATABASE_CHUNK_BYTES, chunk_shape, chunks_of, num_chunks, split
 from ray_jax_ckpt.storage.manifest import (
     FORMAT,
     FileRecord,
@@ -108,17 +108,21 @@ class DirectoryPlan:
     head: Manifest = field(repr=False)
 
     @property
-    def uses_database(self) -> bool:
-        """Whether arrays are in an OCDBT database."""
-        return any(file.in_database for file in self.files)
+    def database_writers(self) -> list[int]:
+        """Who has entries of the OCDBT database to write; nobody if there is none."""
+        return sorted({file.writer for file in self.files if file.in_database})
 
     @property
     def num_bytes(self) -> int:
         """Of all files, without the manifest."""
         return sum(file.size for file in self.files)
 
+    def files_of(self, rank: int) -> list[PlannedFile]:
+        """What one rank's store is to write as files."""
+        return [file for file in self.of(rank) if not file.in_database]
+
     def of(self, rank: int) -> list[PlannedFile]:
-        """What one rank's store is to write."""
+        """What one rank's store is to write, entries of the database too."""
         return [file for file in self.files if file.writer == rank]
 
     def manifest(self, records: Mapping[str, FileRecord]) -> Manifest:
@@ -273,6 +277,8 @@ class _Planner:
                 f"{num_chunks(shape, chunks)} chunks of {chunks}. Shard it evenly."
             )
         raw = self._types[number] == "None"
+        if self._ocdbt and not raw:
+            chunks = split(chunks, np.dtype(spec.dtype).itemsize, DATABASE_CHUNK_BYTES)
         form = "raw" if raw else "ocdbt" if self._ocdbt else "chunks"
         where = raw_leaf(number) if raw else name
         return LeafRecord(

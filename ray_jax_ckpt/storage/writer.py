@@ -105,15 +105,21 @@ class Target:
         """
         content = manifest.to_bytes()
         written = PlannedFile(MANIFEST, len(content), "", content=content)
-        write_files(self, [written], _no_bytes, effort)
+        write_files(self, [written], no_bytes, effort)
         if self.base != self.path:
             try:
-                remove_tree(self.filesystem, self.path, first=MANIFEST)
-                self.filesystem.move(self.base, self.path)
-            except OSError as error:
-                raise PersistError(
-                    f"{self.base} is written, and could not be renamed to {self.path}: {error}"
-                ) from error
+                self._rename()
+            except (OSError, pa.ArrowException) as error:
+                raise PersistError(f"{self.base} is written, and cannot be renamed to {self.path}: {error}") from error
+
+    def _rename(self) -> None:
+        """What is to be overwritten goes only when its successor has its place."""
+        old = f"{self.path}.old{TEMPORARY}"
+        remove_tree(self.filesystem, old, first=MANIFEST)
+        if exists(self.filesystem, self.path):
+            self.filesystem.move(self.path, old)
+        self.filesystem.move(self.base, self.path)
+        remove_tree(self.filesystem, old, first=MANIFEST)
 
     def discard(self) -> None:
         """Removes what was written, as far as possible. Never raises."""
@@ -123,7 +129,8 @@ class Target:
             logger.warning("Could not remove the unfinished checkpoint %s: %s", self.base, error)
 
 
-def _no_bytes(part: str, offset: int, num_bytes: int) -> np.ndarray:
+def no_bytes(part: str, offset: int, num_bytes: int) -> np.ndarray:
+    """The `Read` of files whose contents are in the plan."""
     raise AssertionError("a file without pieces was asked for bytes")
 
 
@@ -139,6 +146,8 @@ def write_files(
         PersistError: One could not be written, or not in time; the others are not begun then.
         IntegrityError: The bytes in memory are not those that were captured.
     """
+    if any(file.in_database for file in files):
+        raise ValueError("entries of a database are no files")
     job = _Job(target, read, effort)
     # By what is ours, `Target.prepare` knows a directory that we have begun.
     return job.run(sorted(files, key=lambda file: (not file.path.startswith(FOLDER), -file.size)))

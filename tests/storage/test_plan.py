@@ -15,7 +15,7 @@ from ray_jax_ckpt.digest import digest
 from ray_jax_ckpt.errors import UnsupportedLeafError
 from ray_jax_ckpt.model.shards import whole
 from ray_jax_ckpt.storage import plan as plans
-from ray_jax_ckpt.storage.grid import chunk_shape, chunks_of, num_chunks
+from ray_jax_ckpt.storage.grid import chunk_shape, chunks_of, num_chunks, split
 from ray_jax_ckpt.storage.manifest import MANIFEST, parse_manifest, parse_rank, rank_blob, rank_file
 from ray_jax_ckpt.storage.plan import About, plan_files
 from ray_jax_ckpt.storage.writer import Target
@@ -51,6 +51,16 @@ def test_arrays_without_elements_or_dimensions_have_legal_chunks():
     assert chunk_shape((0, 3), [((0, 0), (0, 3))]) == (1, 3)
     assert num_chunks((0, 3), (1, 3)) == 0
     assert (num_chunks((), ()), list(chunks_of((), ()))) == (1, [("c", ())])
+
+
+def test_large_chunks_are_split_evenly_along_leading_axes():
+    assert split((8, 6), 4, 192) == (8, 6)
+    assert split((8, 6), 4, 191) == (4, 6)
+    assert split((7, 6), 4, 100) == (1, 6)
+    assert split((2, 6), 4, 9) == (1, 2)
+    assert split((1, 5), 4, 4) == (1, 1)
+    assert split((3,), 8, 4) == (1,)
+    assert split((), 8, 4) == ()
 
 
 def test_arrays_are_described_as_tensorstore_does():

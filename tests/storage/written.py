@@ -16,6 +16,7 @@ from ray_jax_ckpt.digest import copy_and_digest, digest
 from ray_jax_ckpt.model.index import Index, Layout, lay_out
 from ray_jax_ckpt.model.shards import Box, Generation, volume, whole
 from ray_jax_ckpt.storage.manifest import FileRecord, Manifest
+from ray_jax_ckpt.storage.ocdbt import merge_databases, write_database
 from ray_jax_ckpt.storage.orbax_metadata import orbax_files
 from ray_jax_ckpt.storage.plan import About, DirectoryPlan, plan_files
 from ray_jax_ckpt.storage.writer import Effort, Target, write_files
@@ -60,7 +61,10 @@ def write(
     target.prepare()
     records: dict[str, FileRecord] = {}
     for rank in range(len(held.indices)):
-        records |= write_files(target, plan.of(rank), held.read, effort)
+        records |= write_files(target, plan.files_of(rank), held.read, effort)
+        if plan.database_writers:
+            records |= write_database(target, plan, held.read, effort, writer=rank)
+    records |= merge_databases(target, plan, effort)
     manifest = plan.manifest(records)
     target.commit(manifest, effort)
     return manifest
@@ -71,7 +75,12 @@ def paths(plan: DirectoryPlan) -> Sequence[str]:
 
 
 def hold_group(
-    states: Sequence[Any], *, data: Sequence[Any] = (), blobs: Sequence[bytes] = (), verify: bool = True
+    states: Sequence[Any],
+    *,
+    data: Sequence[Any] = (),
+    blobs: Sequence[bytes] = (),
+    verify: bool = True,
+    ocdbt: bool = False,
 ) -> Held:
     """A generation of several ranks: of jax.Arrays each has its rows, of a state that is the same; the rest is its own.
 
@@ -80,6 +89,7 @@ def hold_group(
         data: Encoded, per rank.
         blobs: One per rank, which its `data` refers to.
         verify: Whether there are digests.
+        ocdbt: Whether arrays go into a database.
     """
     world_size, indices, parts = len(states), [], {}
     for rank, state in enumerate(states):
@@ -111,7 +121,7 @@ def hold_group(
         indices.append(Index(Generation(2, 1, 7), layout, digests, values, given, {"loss": rank / 2}, kept))
     flat = tree.flatten(states[0])
     encoded = {i: tree.encode_value(x) for i, x in enumerate(flat.leaves) if not hasattr(x, "shape")}
-    return Held(indices, parts, orbax_files(flat, encoded))
+    return Held(indices, parts, orbax_files(flat, encoded, ocdbt=ocdbt))
 
 
 def _rows(shape: Sequence[int], rank: int, world_size: int) -> Box:
