@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from ray_jax_ckpt.arrays.snapshotter import Snapshotter
     from ray_jax_ckpt.config import PersistConfig, SnapshotConfig, TlsConfig
     from ray_jax_ckpt.manager import CheckpointManager
+    from ray_jax_ckpt.restored import Restored
     from ray_jax_ckpt.trainer import JaxConfig
-    from ray_jax_ckpt.worker import Restored, latest, restore, snapshot, wait
+    from ray_jax_ckpt.worker import latest, restore, snapshot, wait
 
 __version__ = "0.1.0"
 
@@ -39,7 +40,7 @@ _HOME = {
     "CheckpointManager": "ray_jax_ckpt.manager",
     "JaxConfig": "ray_jax_ckpt.trainer",
     "PersistConfig": "ray_jax_ckpt.config",
-    "Restored": "ray_jax_ckpt.worker",
+    "Restored": "ray_jax_ckpt.restored",
     "SnapshotConfig": "ray_jax_ckpt.config",
     "Snapshotter": "ray_jax_ckpt.arrays.snapshotter",
     "TlsConfig": "ray_jax_ckpt.config",

@@ -27,6 +27,7 @@ __all__ = [
     "failures_of",
     "filesystem_maker",
     "get_address_and_port",
+    "group",
     "max_failures",
     "num_nodes_of",
     "preemption_grace_s",
@@ -106,6 +107,15 @@ def preemption_grace_s(worker_group: Any) -> float:
 def world_rank() -> int:
     """This worker's rank."""
     return get_train_context().get_world_rank()
+
+
+def group() -> tuple[int, int] | None:
+    """Rank and number of workers of the group that this process is a worker of; None if it is none."""
+    try:
+        context = get_train_context()
+    except RuntimeError:
+        return None
+    return context.get_world_rank(), context.get_world_size()
 
 
 def set_checkpoint(checkpoint: Any) -> Any:

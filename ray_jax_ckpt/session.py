@@ -196,10 +196,10 @@ class Session:
         """The last one that this rank took."""
         return self._handle.generation if self._handle is not None else None
 
-    def restored(self, generation: Generation) -> None:
-        """A new line of steps begins at a restored generation."""
+    def restored(self, step: int | None) -> None:
+        """A new line of steps begins at a restored one; None: it is not known which that was."""
         self.restores += 1
-        self._last_step, self._handle = generation.step, None
+        self._last_step, self._handle = step, None
 
     def drain(self, timeout_s: float) -> None:
         """Waits until this rank's last snapshot is stored; raises what went wrong."""
@@ -403,6 +403,15 @@ def decide(decision: Decision) -> None:
 
 
 _reported: list[Any] = []
+
+
+def current_or_none() -> Session | None:
+    """This worker's session; None in a process that is no worker of a run with a `CheckpointManager`.
+
+    Raises:
+        NoSessionError: It is one, and does not know yet what its attempt restores.
+    """
+    return None if _current is None else current()
 
 
 def current() -> Session:

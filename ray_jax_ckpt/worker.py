@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
-
-import ray.train
 
 from ray_jax_ckpt.arrays.assemble import Assembler, Options
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint, undecided
-from ray_jax_ckpt.data_state import Reshard, decode_states, put_back, reshard
+from ray_jax_ckpt.data_state import Reshard, decode_states
 from ray_jax_ckpt.errors import (
     ConfigError,
-    NotSupportedError,
     RestoreError,
     RestoreTimeoutError,
     SnapshotError,
@@ -27,29 +22,10 @@ from ray_jax_ckpt.memory.reader import Reader
 from ray_jax_ckpt.model.books import Status
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.observe import faults
-from ray_jax_ckpt.session import Session, current
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `restore` gives back.
-
-    Attributes:
-        state: The state, in the template's structure.
-        step: The step it was snapshotted at; training goes on at the next.
-        data: This rank's `data` state as it was saved; with another number of processes than saved it, what it was
-            resharded to, or None if nothing was.
-        data_by_rank: Every rank's, of the group that took the snapshot.
-        metrics: This rank's metrics, as numbers.
-        source: The slowest tier that bytes came from: "memory:local" or "memory:peer".
-    """
-
-    state: Any = field(repr=False)
-    step: int
-    data: Any = field(repr=False)
-    data_by_rank: Mapping[int, Any] = field(repr=False)
-    metrics: Mapping[str, float]
-    source: str
+from ray_jax_ckpt.restored import Restored, give_data
+from ray_jax_ckpt.session import Session, current, current_or_none
+from ray_jax_ckpt.storage.filesystem import is_place
+from ray_jax_ckpt.stored import Wish, restore_stored
 
 
 def snapshot(
@@ -103,12 +79,19 @@ def restore(
     cast: bool = False,
     shardings: Any = None,
     reshard_data: Reshard | None = None,
+    filesystem: Any = None,
     timeout_s: float | None = None,
 ) -> Restored:
-    """Brings a snapshot back, on any mesh. All ranks call it; it returns when all have restored the same one.
+    """Brings a snapshot or checkpoint back, on any mesh.
+
+    In the train function of a run with a `CheckpointManager` all ranks call it, and it returns when all have restored
+    the same one. What lies on storage can be restored anywhere, also without a run; then every process is on its own.
 
     Args:
         checkpoint: What `ray.train.get_checkpoint()` returned, or a handle of `snapshot` (waits until it is complete).
+            Or a checkpoint on storage, of this package or of plain Orbax: a `ray.train.Checkpoint`, a path, a URI such
+            as `s3://bucket/path`, or a pair of path and filesystem. A directory that holds steps, such as that of an
+            Orbax CheckpointManager, stands for the newest one that is whole.
         abstract_state: A tree of arrays or `jax.ShapeDtypeStruct`s with shardings; their mesh and the number of
             processes may differ from those of the snapshot. Functions and classes in it, such as those of an Equinox
             module, are taken from it. None gives numpy arrays in dictionaries, lists and tuples; a warning names the
@@ -127,8 +110,9 @@ def restore(
             (the same on all ranks; an object's state is what its `get_state` returned, or its files as a dict of path
             and bytes), and who this process is in the new group. Returns this rank's: `data` gets it put back, and it
             is `Restored.data`. It has to see to it that the ranks together go on where those that saved were.
+        filesystem: Of pyarrow or fsspec, that a path on storage is on.
         timeout_s: Bound of each wait: for completeness, for transfers, for other ranks. None:
-            `SnapshotConfig.timeout_s`.
+            `SnapshotConfig.timeout_s`; of storage 600 s.
 
     Raises:
         TreeMismatchError: Template and snapshot differ: by path, both sides.
@@ -137,9 +121,15 @@ def restore(
         SnapshotLostError: Some part is on no living store.
         RestoreTimeoutError: Other ranks, or bytes, did not come in time.
         IntegrityError: No store could serve some part as it was captured.
+        NoCheckpointError: There is no checkpoint at this place on storage, or an unfinished one.
+        StorageError: Storage failed.
         RestoreError: Ranks restored different snapshots, or the run's coordinator is gone.
-        NotSupportedError: The checkpoint is not a snapshot of this package.
+        NotSupportedError: A newer version of this package wrote it, or an Orbax that is too old.
     """
+    if not isinstance(checkpoint, SnapshotCheckpoint | UndecidedCheckpoint) and is_place(checkpoint):
+        bound = None if timeout_s is None else _positive(timeout_s)
+        wish = Wish(abstract_state, data, partial, cast, shardings, reshard_data, filesystem, bound)
+        return restore_stored(checkpoint, wish, current_or_none(), _ask)
     session = current()
     bound = _bound(session, timeout_s)
     handle = _snapshot_of(checkpoint)
@@ -152,16 +142,14 @@ def restore(
         state, states, source = _read(
             session, located, indices, abstract_state, shardings, Options(partial, cast), bound
         )
-        own = _own_data(session, data, states, reshard_data)
-        if data is not None:
-            put_back(data, own)
+        own = give_data(data, states, reshard_data, rank=session.rank, world_size=session.world_size)
         faults.reach("confirm", handle.step)
         key = (session.rank, session.decision.attempt, session.restores + 1)
         _ask(session, session.coordinator.confirm.remote(*key, handle.generation, bound), bound)
     except BaseException as error:
         session.coordinator.let_go.remote(session.rank, session.decision.attempt, f"{error!r:.300}")
         raise
-    session.restored(handle.generation)
+    session.restored(handle.step)
     session.record("restore_end", step=handle.step, source=source)
     metrics = indices[session.rank if session.rank < len(indices) else 0].metrics
     return Restored(state, handle.step, own, states, dict(metrics), source)
@@ -204,8 +192,10 @@ def latest(timeout_s: float | None = None) -> int | None:
 
 
 def _bound(session: Session, timeout_s: Any) -> float:
-    if timeout_s is None:
-        return session.config.timeout_s
+    return session.config.timeout_s if timeout_s is None else _positive(timeout_s)
+
+
+def _positive(timeout_s: Any) -> float:
     if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s takes a positive number of seconds, or None for the run's: got {timeout_s!r}.")
     return timeout_s
@@ -229,15 +219,10 @@ def _snapshot_of(checkpoint: Any) -> SnapshotCheckpoint:
             "restore(None): there is nothing to restore. Check `get_checkpoint()` for None and initialise the "
             "state instead."
         )
-    if isinstance(checkpoint, ray.train.Checkpoint | str | os.PathLike):
-        # A worker's working directory is not the driver's: a relative path is seldom what was meant.
-        where = str(checkpoint)
-        if not isinstance(checkpoint, ray.train.Checkpoint) and "://" not in where:
-            where = f"{where} (here {os.path.abspath(where)})"
-        raise NotSupportedError(
-            f"{where} is not a snapshot in memory: this version restores those only. Load it with Orbax."
-        )
-    raise ConfigError(f"restore takes what ray.train.get_checkpoint() or snapshot() returned, got {type(checkpoint)}.")
+    raise ConfigError(
+        "restore takes what ray.train.get_checkpoint() or snapshot() returned, or a path, URI or (path, filesystem) on "
+        f"storage, got {type(checkpoint)}."
+    )
 
 
 def _locate(session: Session, handle: SnapshotCheckpoint, timeout_s: float) -> Located:
@@ -290,12 +275,3 @@ def _read(
         state = assembler.restore(template, shardings, options, reader.fetch)
         source = "memory:peer" if reader.used_peers else "memory:local"
         return state, decode_states(indices, reader.fetch), source
-
-
-def _own_data(session: Session, data: Any, states: Mapping[int, Any], function: Reshard | None) -> Any:
-    """This rank's saved `data`; resharded, if there is something that does it, in a group of another size."""
-    if len(states) == session.world_size:
-        return states[session.rank]
-    if data is None and function is None:
-        return None
-    return reshard(data, states, session.rank, session.world_size, function)

@@ -27,7 +27,7 @@ from ray_jax_ckpt.memory.announce import Announcer, Ear, Word
 from ray_jax_ckpt.memory.barrier import Barrier, MissingRanks
 from ray_jax_ckpt.memory.drain import Drain
 from ray_jax_ckpt.memory.ledger import Ledger
-from ray_jax_ckpt.memory.messages import Decision, Located, Member, RunIdentity
+from ray_jax_ckpt.memory.messages import Decision, Located, Member, RunIdentity, StoredCheckpoint
 from ray_jax_ckpt.memory.persister import Persister
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S
 from ray_jax_ckpt.model import attendance as attendance_
@@ -126,7 +126,8 @@ class Coordinator:
         """Adds an event to the run's log."""
         self._events.add(event, at=at, **fields)
         if event == "restore_begin":
-            self._activities.note(fields["rank"], f"began to restore step {fields['step']}")
+            what = fields.get("path") or f"step {fields['step']}"
+            self._activities.note(fields["rank"], f"began to restore {what}")
 
     # A worker group starts.
 
@@ -285,7 +286,9 @@ class Coordinator:
             )
         return located
 
-    async def confirm(self, rank: int, attempt: int, number: int, generation: Generation, timeout_s: float) -> None:
+    async def confirm(
+        self, rank: int, attempt: int, number: int, generation: Generation | StoredCheckpoint, timeout_s: float
+    ) -> None:
         """Every rank says what it restored, and goes on when all said the same.
 
         Raises:
@@ -305,8 +308,8 @@ class Coordinator:
             ) from None
         if len(set(values.values())) > 1:
             raise RestoreError(
-                f"Ranks restored different snapshots (attempt.restores.step by rank): {values}. All of them have to "
-                "restore what get_checkpoint() returned, or a handle of the same step."
+                f"Ranks restored different snapshots (attempt.restores.step, or path, by rank): {values}. All of them "
+                "have to restore what get_checkpoint() returned, a handle of the same step, or the same path."
             )
         self._activities.note(rank, f"restored step {generation.step}")
         self.let_go(rank, attempt)

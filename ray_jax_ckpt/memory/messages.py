@@ -142,6 +142,22 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class StoredCheckpoint:
+    """What a rank restored from storage, which the others have to have restored too.
+
+    Attributes:
+        path: Of its directory.
+        step: None: not known.
+    """
+
+    path: str
+    step: int | None
+
+    def __str__(self) -> str:
+        return f"{self.path} of step {self.step}"
+
+
+@dataclass(frozen=True)
 class Grant:
     """Leave to fill a slot of a store. `room` is what its segment offers, at least what was asked for."""
 

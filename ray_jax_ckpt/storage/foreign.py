@@ -44,8 +44,15 @@ _KINDS = {"jax.Array": "array", "np.ndarray": "numpy", "scalar": "scalar", "stri
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
-def find_tree(filesystem: pafs.FileSystem, path: str) -> str | None:
+def find_tree(filesystem: pafs.FileSystem, path: str, *, depth: int = 2) -> str | None:
     """The directory of the tree of an Orbax checkpoint; None if there is none at or directly below a path.
+
+    Where all that is there is one directory, as in a report to Ray that holds one checkpoint, it is looked into too.
+
+    Args:
+        filesystem: Where to look.
+        path: At what.
+        depth: Into how many such directories.
 
     Raises:
         NoCheckpointError: There are several trees, and none of a usual name; they are named.
@@ -76,6 +83,8 @@ def find_tree(filesystem: pafs.FileSystem, path: str) -> str | None:
             f"{describe(filesystem, path)} was written by flax or by an Orbax of the time before {TREE}. Load it with "
             "Orbax and save it again."
         )
+    if chosen is None and not steps and len(below) == 1 and depth and step_of(below[0]) is None:
+        return find_tree(filesystem, join(path, below[0]), depth=depth - 1)
     return None if chosen is None else join(path, chosen)
 
 

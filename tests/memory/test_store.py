@@ -24,6 +24,7 @@ from ray_jax_ckpt.errors import (
     StaleAttemptError,
 )
 from ray_jax_ckpt.memory import fleet
+from ray_jax_ckpt.memory.messages import StoredCheckpoint
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.system import process_alive, process_start_time
 
@@ -236,6 +237,14 @@ def test_ranks_confirm_what_they_restored_and_a_missing_one_is_named(nodes, run)
         assert isinstance(caught.value, RestoreTimeoutError)
         refs = [group.coordinator.confirm.remote(r, 1, 3, group.generation(10 + r), 5.0) for r in (0, 1)]
         with pytest.raises(ray.exceptions.RayTaskError, match="different snapshots"):
+            ray.get(refs, timeout=30)
+        # From storage: the same place, and different ones.
+        for number, places in ((4, ("a/c", "a/c")), (5, ("a/c", "b/c"))):
+            stored = [StoredCheckpoint(path, 7) for path in places]
+            refs = [group.coordinator.confirm.remote(r, 1, number, one, 5.0) for r, one in enumerate(stored)]
+            if number == 4:
+                ray.get(refs, timeout=30)
+        with pytest.raises(ray.exceptions.RayTaskError, match=r"'a/c of step 7'.*'b/c of step 7'"):
             ray.get(refs, timeout=30)
 
 

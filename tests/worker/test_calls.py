@@ -29,7 +29,7 @@ from ray_jax_ckpt.errors import (
     ConfigError,
     DataStateError,
     MemoryLimitError,
-    NotSupportedError,
+    NoCheckpointError,
     RestoreError,
     SnapshotError,
     SnapshotLostError,
@@ -601,8 +601,8 @@ def test_what_is_no_snapshot_cannot_be_restored(attempts, tmp_path):
     attempts.begin()
     with pytest.raises(ConfigError, match="nothing to restore"):
         rjc.restore(None)
-    for other in (str(tmp_path), tmp_path, "s3://bucket/run", ray.train.Checkpoint(str(tmp_path))):
-        with pytest.raises(NotSupportedError, match="not a snapshot in memory"):
+    for other in (str(tmp_path), tmp_path, f"file://{tmp_path}", ray.train.Checkpoint(str(tmp_path))):
+        with pytest.raises(NoCheckpointError, match=f"no checkpoint at {tmp_path}"):
             rjc.restore(other)
     with pytest.raises(ConfigError, match=r"get_checkpoint\(\).*int"):
         rjc.restore(3)
