@@ -77,7 +77,7 @@ class Chaos(threading.Thread):
                 record = self._one(kind, rank)
                 since = record.pop("recovered_at")
                 self.records.append(record)
-                print(json.dumps(record), flush=True)
+                print(json.dumps(record), file=sys.stderr, flush=True)  # stdout is held back while Ray trains
         except Exception:
             self.problem = traceback.format_exc()
         steps = [event["step"] for event in soak_job.read(self._work) if event["event"] == "step"]
@@ -94,6 +94,8 @@ class Chaos(threading.Thread):
             record |= self._check_restore(begun, safe)
             record["steps_lost"] = last - record["restored_step"]
         done = self._until(lambda: self._protected(begun, max(last, safe)), f"recovery from the death of a {kind}")
+        again = [event for event in soak_job.read(self._work) if event["event"] == "started" and event["time"] > begun]
+        assert kind in RESTARTING or not again, f"the death of a {kind} restarted the training: {again}"
         return record | {"recovery_s": round(done - begun, 2), "recovered_at": done}
 
     def _check_restore(self, begun: float, safe: int) -> dict[str, Any]:
@@ -121,14 +123,14 @@ class Chaos(threading.Thread):
         if kind == "coordinator":
             return kill_process(self._live.coordinator())
         if kind == "node":
-            kill_node(self._started(rank)["node"])
+            kill_node(self._start_of(rank)["node"])
             return None
         store = self._live.stores()[rank] if kind != "worker" else None
-        for pid in [self._started(rank)["pid"]] * (kind != "store") + [store] * (store is not None):
+        for pid in [self._start_of(rank)["pid"]] * (kind != "store") + [store] * (store is not None):
             kill_process(pid)
         return None
 
-    def _started(self, rank: int) -> dict[str, Any]:
+    def _start_of(self, rank: int) -> dict[str, Any]:
         return [e for e in soak_job.read(self._work) if e["event"] == "started" and e["rank"] == rank][-1]
 
     def _protected(self, since: float, step: int = 0) -> float | None:
@@ -195,7 +197,11 @@ def soak(work: Path, plan: list[tuple[str, int, float]], budget_s: float) -> Cha
             ),
         )
         chaos.start()
-        bench_cluster.fit(trainer)
+        try:
+            bench_cluster.fit(trainer)
+        except Exception:
+            # What was found before is kept.
+            chaos.problem = chaos.problem or traceback.format_exc()
         chaos.join(30)
         return chaos
     finally:
