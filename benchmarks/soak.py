@@ -84,16 +84,16 @@ class Chaos(threading.Thread):
         (self._work / "stop").write_text(str(max(steps, default=0) + 10 * soak_job.EVERY))
 
     def _one(self, kind: str, rank: int) -> dict[str, Any]:
-        begun = time.time()
-        self._kill(kind, rank)
-        before = [event for event in soak_job.read(self._work) if event["time"] < begun]
-        safe = max((e["step"] for e in before if e["event"] == "protected"), default=0)
-        last = max(event["step"] for event in before if event["event"] == "step")
+        begun, dead = self._kill(kind, rank)
+        events = soak_job.read(self._work)
+        safe = max((e["step"] for e in events if e["event"] == "protected" and e["time"] < begun), default=0)
+        last = max(e["step"] for e in events if e["event"] == "step" and e["time"] < dead)
         record: dict[str, Any] = {"kind": kind, "rank": rank, "protected_step": safe, "last_step": last}
         if kind in RESTARTING:
             record |= self._check_restore(begun, safe)
             record["steps_lost"] = last - record["restored_step"]
-        done = self._until(lambda: self._protected(begun, max(last, safe)), f"recovery from the death of a {kind}")
+        # The step after the last one may have been on its way already.
+        done = self._until(lambda: self._protected(dead, last + 1), f"recovery from the death of a {kind}")
         again = [event for event in soak_job.read(self._work) if event["event"] == "started" and event["time"] > begun]
         assert kind in RESTARTING or not again, f"the death of a {kind} restarted the training: {again}"
         return record | {"recovery_s": round(done - begun, 2), "recovered_at": done}
@@ -117,18 +117,23 @@ class Chaos(threading.Thread):
         assert not any(event["problem"] for event in found), f"not bit-identical: {found}"
         return {"restored_step": min(steps), "sources": sorted(event["source"] for event in found)}
 
-    def _kill(self, kind: str, rank: int) -> None:
+    def _kill(self, kind: str, rank: int) -> tuple[float, float]:
+        """Returns when it began and when all were dead, by the clock of the log."""
         from ray_jax_ckpt.testing import kill_node, kill_process
 
+        victims: list[int] = []
         if kind == "coordinator":
-            return kill_process(self._live.coordinator())
+            victims.append(self._live.coordinator())
+        if kind in ("worker", "both"):
+            victims.append(self._start_of(rank)["pid"])
+        if kind in ("store", "both"):
+            victims.append(self._live.stores()[rank])
+        begun = time.time()
         if kind == "node":
             kill_node(self._start_of(rank)["node"])
-            return None
-        store = self._live.stores()[rank] if kind != "worker" else None
-        for pid in [self._start_of(rank)["pid"]] * (kind != "store") + [store] * (store is not None):
+        for pid in victims:
             kill_process(pid)
-        return None
+        return begun, time.time()
 
     def _start_of(self, rank: int) -> dict[str, Any]:
         return [e for e in soak_job.read(self._work) if e["event"] == "started" and e["rank"] == rank][-1]
