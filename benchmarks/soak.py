@@ -8,7 +8,8 @@ A call ends before the third death of a node, since spare nodes take memory.
 A `JaxTrainer` run of two workers on two nodes of this machine, with a snapshot every five steps. Killed (SIGKILL) are
 a worker, a store, both of one rank at the same moment, the coordinator, or a whole node, at random moments. After each
 kill it is checked that all ranks restore the same step, bit for bit what it has to be; that no step that was protected
-before the kill is lost; and that snapshots become protected again. What a kill cost goes to the result file.
+before the kill is lost; that snapshots become protected again, without a restart if no worker died; and that the run
+has two stores again. What a kill cost goes to the result file.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class Chaos(threading.Thread):
         done = self._until(lambda: self._protected(dead, last + 1), f"recovery from the death of a {kind}")
         again = [event for event in soak_job.read(self._work) if event["event"] == "started" and event["time"] > begun]
         assert kind in RESTARTING or not again, f"the death of a {kind} restarted the training: {again}"
+        self._until(lambda: _num_stores() == 2, "the end of all stores that serve no rank")
         return record | {"recovery_s": round(done - begun, 2), "recovered_at": done}
 
     def _check_restore(self, begun: float, safe: int) -> dict[str, Any]:
@@ -153,6 +155,16 @@ class Chaos(threading.Thread):
                 raise TimeoutError(f"{what}: not within {RECOVERY_TIMEOUT_S:g} s")
             time.sleep(0.05)
         return value
+
+
+def _num_stores() -> int:
+    """Of all runs on this cluster, which has one."""
+    import ray
+
+    from ray_jax_ckpt.memory.fleet import NAMESPACE
+
+    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    return sum(actor["namespace"] == NAMESPACE for actor in named)
 
 
 def plan_kills(seed: int, kinds: Sequence[str], count: int) -> list[tuple[str, int, float]]:
