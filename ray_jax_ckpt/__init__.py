@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ray_jax_ckpt import errors
     from ray_jax_ckpt.arrays.snapshotter import Snapshotter
     from ray_jax_ckpt.config import PersistConfig, SnapshotConfig, TlsConfig
+    from ray_jax_ckpt.handler import OrbaxCheckpointHandler
     from ray_jax_ckpt.manager import CheckpointManager
     from ray_jax_ckpt.restored import Restored
     from ray_jax_ckpt.trainer import JaxConfig
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointManager",
     "JaxConfig",
+    "OrbaxCheckpointHandler",
     "PersistConfig",
     "Restored",
     "SnapshotConfig",
@@ -39,6 +41,7 @@ __all__ = [
 _HOME = {
     "CheckpointManager": "ray_jax_ckpt.manager",
     "JaxConfig": "ray_jax_ckpt.trainer",
+    "OrbaxCheckpointHandler": "ray_jax_ckpt.handler",
     "PersistConfig": "ray_jax_ckpt.config",
     "Restored": "ray_jax_ckpt.restored",
     "SnapshotConfig": "ray_jax_ckpt.config",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from ray_jax_ckpt.arrays.assemble import Assembler, Options
 from ray_jax_ckpt.arrays.skeleton import Skeleton
 from ray_jax_ckpt.data_state import decode_states
 from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError
+from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.storage.filesystem import Place, describe, join, reading, resolve
 from ray_jax_ckpt.storage.foreign import TREE, Foreign, find_tree
 from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST
@@ -40,6 +41,7 @@ class Loaded:
         data_by_rank: Every rank's `data`, of the group that saved it; None where a rank gave none.
         metrics: Every rank's metrics.
         path: Where it was found.
+        specs: What each leaf is.
         source: "storage".
     """
 
@@ -48,6 +50,7 @@ class Loaded:
     data_by_rank: Mapping[int, Any] = field(repr=False)
     metrics: Mapping[int, Mapping[str, float]]
     path: str
+    specs: Sequence[LeafSpec] = field(default=(), repr=False)
     source: str = "storage"
 
 
@@ -99,6 +102,12 @@ def load(
     return _newest(place, restored)
 
 
+def load_data(place: Place, *, timeout_s: float = TIMEOUT_S) -> Mapping[int, Any]:
+    """Every rank's `data` of the checkpoint at a path, without its state. Raises what `load` raises."""
+    with open_checkpoint(place, timeout_s=timeout_s) as source:
+        return decode_states(source.indices(None), source.fetch)
+
+
 def open_checkpoint(place: Place, *, rank: int = 0, streams: int = STREAMS, timeout_s: float = TIMEOUT_S) -> Source:
     """Opens the checkpoint at a path.
 
@@ -135,7 +144,8 @@ def _restore(
     indices = source.indices(leaves)
     _check_skeleton(indices[0].layout.skeleton, path)
     state = Assembler(indices, *group).restore(template, shardings, options, source.fetch)
-    return Loaded(state, source.step, decode_states(indices, source.fetch), source.metrics, path)
+    data, specs = decode_states(indices, source.fetch), [*map(LeafSpec.from_json, indices[0].layout.leaves)]
+    return Loaded(state, source.step, data, source.metrics, path, specs)
 
 
 def _check_skeleton(text: str, path: str) -> None:

@@ -1,0 +1,125 @@
+"""A state of one process, captured and written as a checkpoint, without stores."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from ray_jax_ckpt.arrays import tree
+from ray_jax_ckpt.arrays.plan import Captured, Planner, Topology, capture
+from ray_jax_ckpt.errors import NotSupportedError
+from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.model.leaves import LeafSpec
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.storage.manifest import Manifest
+from ray_jax_ckpt.storage.ocdbt import write_database
+from ray_jax_ckpt.storage.orbax_metadata import orbax_files
+from ray_jax_ckpt.storage.orbax_types import orbax_types
+from ray_jax_ckpt.storage.plan import About, needs_database, plan_files
+from ray_jax_ckpt.storage.writer import Effort, Target, write_files
+
+_ALONE = Topology(0, ("here",), 1)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A state at the time of a call, to be written later, from any thread.
+
+    Attributes:
+        index: Where its bytes would be in a buffer; there is none.
+        orbax: Orbax's metadata files.
+        captured: Copies of the arrays.
+    """
+
+    index: Index
+    orbax: Mapping[str, bytes] = field(repr=False)
+    captured: Captured = field(repr=False)
+
+    def write(self, target: Target, about: About, effort: Effort) -> Manifest:
+        """Writes it as a checkpoint. Blocks.
+
+        Raises:
+            PersistError: Storage did not take it.
+            UnsupportedLeafError: The tree cannot be written.
+        """
+        plan = plan_files([self.index], self.orbax, about)
+        read = _CapturedBytes(self.captured).read
+        records = write_files(target, plan.files_of(0), read, effort)
+        if plan.database_writers:
+            records |= write_database(target, plan, read, effort)
+        manifest = plan.manifest(records)
+        target.commit(manifest, effort)
+        return manifest
+
+
+class Keeper:
+    """Captures states of one process. What depends only on the tree's structure is made once."""
+
+    def __init__(self) -> None:
+        self._planner = Planner(_ALONE)
+        self._known: tuple[Any, Any, Mapping[str, bytes]] | None = None
+
+    def keep(self, state: Any, *, step: int | None, data: Any = None) -> Kept:
+        """Captures a state. When it returns, the caller may do with the state what it likes.
+
+        Args:
+            state: Any pytree.
+            step: Of the training.
+            data: What is kept beside it, as `ray_jax_ckpt.values.encode_value` encodes it.
+
+        Raises:
+            UnsupportedLeafError: A leaf cannot be saved.
+            NotSupportedError: An array is spread over several processes.
+        """
+        flat = tree.flatten(state)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+                raise NotSupportedError(
+                    f"leaf {path} is spread over several processes, and this saves what one process has. In a training "
+                    "run take ray_jax_ckpt.snapshot and report it."
+                )
+        plan = self._planner.plan(flat)
+        captured = capture(plan, flat)
+        # Digests are made while the bytes are written.
+        digests = {part.id: [""] * len(part.items) for part in plan.layout.parts}
+        index = Index(Generation(0, 0, step or 0), plan.layout, digests, captured.values, data)
+        return Kept(index, self._orbax(flat, plan, index), captured)
+
+    def _orbax(self, flat: tree.Flat, plan: Any, index: Index) -> Mapping[str, bytes]:
+        types = orbax_types([LeafSpec.from_json(dict(leaf)) for leaf in plan.layout.leaves], index.values)
+        if self._known is None or self._known[0] is not plan or self._known[1] != types:
+            made = orbax_files(flat, index.values, ocdbt=needs_database([index]))
+            self._known = plan, types, made
+        return self._known[2]
+
+
+class _CapturedBytes:
+    """The bytes of captured arrays by their places in a buffer that was never made. Any thread may read."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured, self._contents, self._lock = captured, {}, threading.Lock()
+        offsets = {part.id: part.offset for part in captured.plan.layout.parts}
+        self._places = {
+            (item.part, item.offset - offsets[item.part]): place
+            for item, place in zip(captured.plan.captures, captured.places, strict=True)
+        }
+
+    def read(self, part: str, offset: int, num_bytes: int) -> np.ndarray:
+        """As `writer.Read`. Waits for the copy off the device."""
+        number, start = self._places[part, offset]
+        with self._lock:
+            if number not in self._contents:
+                array = np.ascontiguousarray(np.asarray(self._captured.arrays[number]))
+                self._contents[number] = array.reshape(-1).view(np.uint8)
+        return self._contents[number][start : start + num_bytes]
+
+
+def about(step: int | None, custom: Mapping[str, Any] | None = None) -> About:
+    """What a checkpoint that is written now, outside of a run, says of itself."""
+    return About(step=step, created_at_s=time.time(), custom=custom or {})
