@@ -40,6 +40,8 @@ class Entry:
         dtype: Of the stored array.
         key_impl: Of a key.
         value: The content, of a string and of what has no dimensions.
+        name: Of the stored array.
+        content: Of an array that is not stored as one.
     """
 
     keys: tuple[tuple[str, Any], ...]
@@ -48,6 +50,8 @@ class Entry:
     dtype: np.dtype = field(default_factory=lambda: np.dtype(np.uint8))
     key_impl: str | None = None
     value: Any = None
+    name: str = ""
+    content: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -65,7 +69,11 @@ class Empty:
 
 
 def index_of(
-    entries: Sequence[Entry], empty: Sequence[Empty], template: Sequence[TemplateLeaf] | None, step: int | None
+    entries: Sequence[Entry],
+    empty: Sequence[Empty],
+    template: Sequence[TemplateLeaf] | None,
+    step: int | None,
+    data: Any = None,
 ) -> Index:
     """The index of a group of one with these leaves, each in one piece, named as in the tree that is asked for."""
     asked = {tuple(str(key) for _, key in keys): (path, keys, leaf) for path, keys, leaf in template or ()}
@@ -79,7 +87,8 @@ def index_of(
             specs.append(_spec(path, keys, "value", (), value_type_name(value), None))
             continue
         shape = entry.shape[: len(entry.shape) - _KEY_DATA_DIMS] if kind == "key" else entry.shape
-        specs.append(_spec(path, keys, kind, shape, dtype_name(entry.dtype), entry.key_impl))
+        weak = kind == "array" and bool(getattr(leaf, "weak_type", False))
+        specs.append(_spec(path, keys, kind, shape, dtype_name(entry.dtype), entry.key_impl, weak))
         # Only its place counts, not its bytes.
         contents[kind == "numpy"].append((number, whole(entry.shape), 1))
     parts = lay_out([(PART, (), False, contents[False]), (host_part_id(0), (), False, contents[True])])
@@ -93,13 +102,19 @@ def index_of(
         skeleton=json.dumps({"nodes": [[one.before, list(map(list, one.keys)), one.kind] for one in empty]}),
     )
     digests = {part.id: [""] * len(part.items) for part in parts}
-    return Index(Generation(0, 0, step or 0), layout, digests, values)
+    return Index(Generation(0, 0, step or 0), layout, digests, values, data)
 
 
 def _spec(
-    path: str, keys: Sequence[Sequence[Any]], kind: LeafKind, shape: tuple[int, ...], dtype: str, impl: str | None
+    path: str,
+    keys: Sequence[Sequence[Any]],
+    kind: LeafKind,
+    shape: tuple[int, ...],
+    dtype: str,
+    impl: str | None,
+    weak_type: bool = False,
 ) -> dict[str, Any]:
-    return LeafSpec(path, kind, shape, dtype, False, impl, [list(key) for key in keys]).to_json()
+    return LeafSpec(path, kind, shape, dtype, weak_type, impl, [list(key) for key in keys]).to_json()
 
 
 def _keystr(keys: Sequence[tuple[str, Any]]) -> str:
@@ -123,10 +138,13 @@ def _kind(entry: Entry, leaf: Any) -> LeafKind:
 
 def _value(entry: Entry, leaf: Any) -> Any:
     """The content, of the type that is asked for where no bit is lost by it; else the difference is reported."""
+    return np.asarray(entry.value)[()] if isinstance(leaf, np.generic) else python_value(entry)
+
+
+def python_value(entry: Entry) -> Any:
+    """The content of what has no dimensions, as Python has it."""
     if entry.kind == "string":
         return entry.value
     stored = np.asarray(entry.value)[()]
-    if isinstance(leaf, np.generic):
-        return stored
     python = _PYTHON.get(stored.dtype.kind)
     return stored if python is None else python(stored)

@@ -25,16 +25,18 @@ import pyarrow.fs as pafs
 from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError, NotSupportedError
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.recovery import Want
-from ray_jax_ckpt.model.shards import whole
+from ray_jax_ckpt.model.shards import whole, within
 from ray_jax_ckpt.storage.entries import Empty, Entry, TemplateLeaf, index_of
 from ray_jax_ckpt.storage.filesystem import describe, join, reading
 from ray_jax_ckpt.storage.loopback import PlainFiles
 from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST, MAX_LEAVES, MAX_MANIFEST_BYTES, check_path
+from ray_jax_ckpt.storage.markers import unmarked
 from ray_jax_ckpt.storage.segments import Share
 from ray_jax_ckpt.storage.source import Landings
 from ray_jax_ckpt.storage.steps import step_of
 from ray_jax_ckpt.storage.streams import Deadline, Job, run
 from ray_jax_ckpt.storage.tensors import Tensors
+from ray_jax_ckpt.values import encode_value
 
 TREE = "_METADATA"
 _STRINGS, _ARRAYS, _DATABASE = "_strings.json", "array_metadatas", "manifest.ocdbt"
@@ -139,7 +141,7 @@ class Foreign:
         )
         self._landings = Landings(self._where, available_bytes)
         try:
-            self._entries, self._empty = self._read(tree, Deadline.after(timeout_s))
+            self._content = unmarked(*self._read(tree, Deadline.after(timeout_s)), self._whole)
         except BaseException:
             self._tensors.close()
             raise
@@ -150,14 +152,11 @@ class Foreign:
     def __exit__(self, *_: object) -> None:
         self._tensors.close()
 
-    @property
-    def entries(self) -> Sequence[Entry]:
-        """Its leaves."""
-        return self._entries
-
     def indices(self, template: Sequence[TemplateLeaf] | None) -> list[Index]:
         """See `Source`."""
-        return [index_of(self._entries, self._empty, template, self.step)]
+        found = self._content
+        data = None if found.metadata is None else {"value": encode_value(found.metadata)}
+        return [index_of(found.entries, found.empty, template, self.step, data)]
 
     def fetch(self, wants: Sequence[Want], dtypes: Sequence[np.dtype]) -> list[np.ndarray]:
         """See `Source`.
@@ -170,11 +169,22 @@ class Foreign:
         results, jobs = self._landings.take(wants, dtypes), []
         for want, result in zip(wants, results, strict=True):
             (stored, _), *_ = want.found()
-            entry = self._entries[stored.item.leaf]
-            name, share = ".".join(entry.names), Share(result, want.box, whole(entry.shape), want.box)
-            jobs.append(Job(f"Reading array {name!r}", partial(self._tensors.read, name, share, deadline)))
+            entry = self._content.entries[stored.item.leaf]
+            if entry.content is not None:
+                result[...] = entry.content[within(want.box, whole(entry.shape))]
+                continue
+            jobs.append(self._job(entry, Share(result, want.box, whole(entry.shape), want.box), deadline))
         run(jobs, streams=self._streams, deadline=deadline)
         return results
+
+    def _job(self, entry: Entry, share: Share, deadline: Deadline) -> Job:
+        return Job(f"Reading array {entry.name!r}", partial(self._tensors.read, entry.name, share, deadline))
+
+    def _whole(self, entry: Entry) -> np.ndarray:
+        """All of an array."""
+        found, box = np.empty(entry.shape, entry.dtype), whole(entry.shape)
+        self._tensors.read(entry.name, Share(found, box, box, box), Deadline.after(self._timeout_s))
+        return found
 
     # What is in it.
 
@@ -219,7 +229,7 @@ class Foreign:
             shape, dtype = tuple(array.shape), array.dtype.numpy_dtype
             if impl and not (shape and dtype == np.uint32):
                 raise IntegrityError(f"{self._where} has {dtype.name}{list(shape)} as the data of PRNG keys {name!r}.")
-            entries.append(Entry(keys, found, shape, dtype, impl, numbers.get(name)))
+            entries.append(Entry(keys, found, shape, dtype, impl, numbers.get(name), name))
         return entries
 
     def _numbers(self, names: Sequence[str], deadline: Deadline) -> dict[str, Any]:

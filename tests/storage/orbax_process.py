@@ -47,6 +47,31 @@ def state() -> dict[str, Any]:
     }
 
 
+def text(value: str) -> dict[str, Any]:
+    return {"__string__": True, "char_codes": [ord(c) for c in value]}
+
+
+def key(value: jax.Array) -> dict[str, Any]:
+    return {"__prng_key__": True, "key_data": jax.random.key_data(value).tolist()}
+
+
+def marked() -> dict[str, Any]:
+    """What Datarax 0.1.4 made of {"name": "train é", ..} with metadata, for Orbax to save."""
+    metadata = {"epoch": 2, "note": text("hello"), "nested": {"a": [1, 2], "e": []}, "scores": np.arange(3)}
+    return {
+        "name": text("train é"),
+        "empty": text(""),
+        "rng": key(jax.random.key(5)),
+        "keys": key(jax.random.split(jax.random.key(1), 3)),
+        "array": jnp.ones((2, 2)),
+        "index": 3,
+        "nothing": None,
+        "layers": {"0": jnp.zeros(1), "10": jnp.ones(1), "2": jnp.full(1, 2.0)},
+        "list": [1, text("two"), jnp.zeros(2)],
+        "__metadata__": metadata,
+    }
+
+
 def main(root: str) -> None:
     import orbax.checkpoint as ocp
     from orbax.checkpoint import v1
@@ -66,6 +91,11 @@ def main(root: str) -> None:
         for step in (3, 10):
             manager.save(step, args=ocp.args.StandardSave({"w": jnp.full(2, step)}))
         manager.wait_until_finished()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(f"{root}/datarax/ckpt-3", marked())
+        checkpointer.save(f"{root}/datarax/12/default", marked() | {"index": 12})
+        envelope = {"__state__": jnp.arange(3), "__metadata__": {"x": 1}}
+        checkpointer.save(f"{root}/enveloped/checkpoint", envelope)
     big = jax.device_put(jnp.arange(1 << 20, dtype=jnp.float32).reshape(1024, 1024), NamedSharding(mesh(), P("fsdp")))
     save("big", {"w": big}, use_ocdbt=False, use_zarr3=True)
 
