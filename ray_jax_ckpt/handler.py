@@ -17,6 +17,7 @@ import pyarrow.fs as pafs
 
 from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError, StepError
 from ray_jax_ckpt.storage.filesystem import Place, describe, join, reading, resolve
+from ray_jax_ckpt.storage.markers import int_keys
 from ray_jax_ckpt.storage.restore import load, load_data
 from ray_jax_ckpt.storage.retention import is_finished, prune
 from ray_jax_ckpt.storage.saving import Keeper, Kept, about
@@ -136,7 +137,8 @@ class OrbaxCheckpointHandler:
             directory: As for `save`; one that Orbax wrote to does as well, or that of a single checkpoint.
             target: What was saved, or its like: modules and objects with `set_state` are changed in place, for a pytree
                 or a dataclass there is a new one with its structure, types and shardings. None: the state as
-                dictionaries, lists and tuples, with arrays on the default device.
+                dictionaries, lists and tuples, with arrays on the default device; from plain Orbax, which does not keep
+                the types of keys, names that are numbers are ints.
             step: Which. None: the newest that is whole, or else the one that was saved without a step.
             metadata_only: Whether only the metadata is wanted.
             _restore_args: Not used.
@@ -154,7 +156,10 @@ class OrbaxCheckpointHandler:
             return _first(_candidates(place, step), lambda found: load_data(found).get(0))
         template = None if target is None else to_tree(target)
         loaded = _first(_candidates(place, step), lambda found: load(found[::-1], template))
-        return as_saved(loaded.state, loaded.specs) if target is None else put_back(target, loaded.state)
+        if target is not None:
+            return put_back(target, loaded.state)
+        state = as_saved(loaded.state, loaded.specs)
+        return int_keys(state) if loaded.foreign else state
 
     def get_checkpoint_steps(self, directory: Any) -> list[int]:
         """The steps in a directory of which there is a checkpoint, ascending; none if there is no such directory.

@@ -42,6 +42,7 @@ class Loaded:
         metrics: Every rank's metrics.
         path: Where it was found.
         specs: What each leaf is.
+        foreign: Whether another program wrote it, with plain Orbax.
         source: "storage".
     """
 
@@ -51,6 +52,7 @@ class Loaded:
     metrics: Mapping[int, Mapping[str, float]]
     path: str
     specs: Sequence[LeafSpec] = field(default=(), repr=False)
+    foreign: bool = False
     source: str = "storage"
 
 
@@ -145,7 +147,7 @@ def _restore(
     _check_skeleton(indices[0].layout.skeleton, path)
     state = Assembler(indices, *group).restore(template, shardings, options, source.fetch)
     data, specs = decode_states(indices, source.fetch), [*map(LeafSpec.from_json, indices[0].layout.leaves)]
-    return Loaded(state, source.step, data, source.metrics, path, specs)
+    return Loaded(state, source.step, data, source.metrics, path, specs, isinstance(source, Foreign))
 
 
 def _check_skeleton(text: str, path: str) -> None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -72,6 +73,13 @@ def marked() -> dict[str, Any]:
     }
 
 
+class Model(nnx.Module):
+    def __init__(self, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(11)])
+        self.norm, self.drop = nnx.BatchNorm(2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+
 def main(root: str) -> None:
     import orbax.checkpoint as ocp
     from orbax.checkpoint import v1
@@ -96,6 +104,9 @@ def main(root: str) -> None:
         checkpointer.save(f"{root}/datarax/12/default", marked() | {"index": 12})
         envelope = {"__state__": jnp.arange(3), "__metadata__": {"x": 1}}
         checkpointer.save(f"{root}/enveloped/checkpoint", envelope)
+        model = nnx.to_pure_dict(nnx.state(Model(1)))
+        model["drop"]["rngs"]["key"] = key(model["drop"]["rngs"]["key"])
+        checkpointer.save(f"{root}/model/checkpoint", model)
     big = jax.device_put(jnp.arange(1 << 20, dtype=jnp.float32).reshape(1024, 1024), NamedSharding(mesh(), P("fsdp")))
     save("big", {"w": big}, use_ocdbt=False, use_zarr3=True)
 

@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from orbax_process import Model
 
+import ray_jax_ckpt as rjc
 from ray_jax_ckpt.errors import IntegrityError
 from ray_jax_ckpt.storage.entries import Empty, Entry
 from ray_jax_ckpt.storage.markers import int_keys, unmarked
@@ -57,6 +60,42 @@ def test_without_a_template_numbers_as_names_can_become_ints(orbax_root):
     assert list(found["layers"]) == [0, 2, 10]
     assert (found["name"], found["empty"], found["list"][:2]) == ("train é", "", [1, "two"])
     np.testing.assert_array_equal(found["rng"], jax.random.key_data(jax.random.key(5)))
+
+
+class Pipeline:
+    """An object that has a state."""
+
+    def __init__(self):
+        self.seen = None
+
+    def get_state(self):
+        return state()
+
+    def set_state(self, found):
+        self.seen = found
+
+
+def test_the_handler_restores_objects_steps_and_metadata(orbax_root):
+    with rjc.OrbaxCheckpointHandler() as handler:
+        directory = orbax_root / "datarax"
+        assert handler.get_checkpoint_steps(directory) == [3, 12]
+        assert handler.latest_step(directory) == 12
+        assert list(handler.list_checkpoints(directory)) == [3, 12]
+        pipeline = Pipeline()
+        assert handler.restore(directory, pipeline, step=3) is pipeline
+        assert_identical(pipeline.seen, state())
+        found = handler.restore(directory, step=3, metadata_only=True)
+        assert {name: value for name, value in found.items() if name != "scores"} == METADATA
+        without = handler.restore(directory, step=3)
+        assert_identical(without["rng"], jax.random.key(5))
+        assert list(without["layers"]) == [0, 2, 10]
+
+
+def test_the_handler_restores_a_whole_model(orbax_root):
+    model = Model(2)
+    with rjc.OrbaxCheckpointHandler() as handler:
+        assert handler.restore(orbax_root / "model", model) is model
+    assert_identical(nnx.state(model), nnx.state(Model(1)))
 
 
 @pytest.mark.parametrize(
