@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,21 @@ from ray.actor import ActorHandle
 
 from ray_jax_ckpt.arrays.tree import Flat, describe, flatten
 from ray_jax_ckpt.config import PersistConfig
-from ray_jax_ckpt.errors import PersistError
+from ray_jax_ckpt.errors import PersistError, UnsupportedLeafError
 from ray_jax_ckpt.storage.names import leaf_names
 from ray_jax_ckpt.storage.plan import pack_orbax
 from ray_jax_ckpt.values import encode_value
+
+logger = logging.getLogger(__name__)
+
+
+def _describe_if_possible(flat: Flat) -> str:
+    """For what may be reported, or only kept in memory, which takes more than a checkpoint does."""
+    try:
+        return describe_for_orbax(flat)
+    except UnsupportedLeafError as error:
+        logger.warning("Snapshots of this state can be restored, but not reported as checkpoints: %s", error)
+        return ""
 
 
 def describe_for_orbax(flat: Flat) -> str:
@@ -32,24 +44,32 @@ def describe_for_orbax(flat: Flat) -> str:
     return pack_orbax(orbax_files(flat, values))
 
 
-def import_in_background() -> None:
-    """Spares the first snapshot the seconds that it takes to import Orbax."""
-    threading.Thread(target=describe_for_orbax, args=(flatten({}),), name="rjc-import", daemon=True).start()
-
-
-class StorageWatch:
-    """Tells the training thread of failures that the user wants to know of. It never waits for an answer.
+class StorageSide:
+    """What a session does for storage, in the training thread. It never waits for an answer.
 
     Args:
-        config: The user's; None: nothing is written.
-        coordinator: Who knows.
+        config: The user's; None: nothing is written but what is reported.
+        coordinator: Who knows of failures.
         ask: Gets the answer of a call that has one.
     """
 
     def __init__(self, config: PersistConfig | None, coordinator: ActorHandle, ask: Callable[[Any], Any]) -> None:
+        self._persists = config is not None
         self._limit = config.fail_after if config is not None else None
         self._coordinator, self._ask = coordinator, ask
         self._asked: Any = None
+
+    def prepare(self) -> None:
+        """Spares the first snapshot the seconds that it takes to import Orbax."""
+        if self._persists:
+            arguments = (flatten({}),)
+            threading.Thread(target=describe_for_orbax, args=arguments, name="rjc-import", daemon=True).start()
+
+    def describer(self, force: bool) -> Callable[[Flat], str] | None:
+        """What makes `Layout.orbax` of a snapshot; None if it can do without: it will not be written anywhere."""
+        if self._persists:
+            return describe_for_orbax
+        return _describe_if_possible if force else None
 
     def check(self) -> None:
         """Raises PersistError if so many checkpoints in a row could not be written (`PersistConfig.fail_after`)."""

@@ -28,7 +28,7 @@ from ray_jax_ckpt.errors import (
     StepError,
 )
 from ray_jax_ckpt.memory.announce import Listener
-from ray_jax_ckpt.memory.messages import Decision
+from ray_jax_ckpt.memory.messages import Decision, Survey
 from ray_jax_ckpt.memory.tls import Tls, load_tls
 from ray_jax_ckpt.model import attendance
 from ray_jax_ckpt.model.announce import Position
@@ -37,8 +37,9 @@ from ray_jax_ckpt.model.index import Layout
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
-from ray_jax_ckpt.persisting import StorageWatch, describe_for_orbax, import_in_background
+from ray_jax_ckpt.persisting import StorageSide
 from ray_jax_ckpt.pipeline import GRACE_S, Job, Pipeline
+from ray_jax_ckpt.share import Share
 from ray_jax_ckpt.start_hook import Wiring
 from ray_jax_ckpt.system import available_bytes
 
@@ -52,10 +53,9 @@ class Session:
 
     def __init__(self, wiring: Wiring, decision: Decision, rank: int) -> None:
         self.coordinator, self.config, self.decision, self.rank = wiring.coordinator, wiring.config, decision, rank
-        self._persists = wiring.persist is not None
-        self._storage = StorageWatch(wiring.persist, self.coordinator, self.ask)
-        if self._persists and rank == 0:
-            import_in_background()
+        self._storage = StorageSide(wiring.persist, self.coordinator, self.ask)
+        if rank == 0:
+            self._storage.prepare()
         self.restores = 0
         faults.identify(rank)
         self.committed_any = False
@@ -122,14 +122,14 @@ class Session:
         planner = self._ready_planner(generation, force, timeout_s)
         if planner is None:
             return None
-        plan = planner.plan(flat)
+        plan = planner.plan(flat, self._storage.describer(force))
         data_state = DataCapture(data, self.config.max_data_bytes)
         try:
             if not self._has_memory(generation, plan, data_state.num_bytes, force):
                 return None
             if not self._make_way(generation, force, announced, timeout_s):
                 return None
-            handle = SnapshotCheckpoint(generation, metrics)
+            handle = self.handle(generation, metrics)
             faults.reach("capture", step)
             job = Job(generation, capture(plan, flat), data_state, handle.metrics)
             if force:
@@ -144,6 +144,22 @@ class Session:
         self.committed_any, self._last_step, self._handle = True, step, handle
         return handle
 
+    def handle(self, generation: Generation, metrics: dict[str, Any] | None = None) -> SnapshotCheckpoint:
+        """What stands for a generation in this process."""
+        files = (Share(self, generation, whole=whole) for whole in (False, True))
+        return SnapshotCheckpoint(generation, metrics, share=next(files), whole=next(files))
+
+    def survey(self, generation: Generation) -> Survey:
+        """Where a generation is, when it is complete. Any thread may call it.
+
+        Raises:
+            SnapshotError: It does not become complete.
+            SnapshotLostError: It is not held any more.
+        """
+        if generation == self.latest_generation:
+            self.drain(self.config.timeout_s)
+        return self.ask(self.coordinator.survey.remote(generation, self.config.timeout_s))
+
     def _look(self, state: Any) -> None:
         """At the first call, due or not: what cannot work is said now, not when the first snapshot is due."""
         flat = flatten(state)
@@ -151,7 +167,7 @@ class Session:
             describe(*leaf)
         if jax.process_count() == 1:
             self._planner = self._new_planner(0)
-            self._check_memory(self._planner.plan(flat), 0)
+            self._check_memory(self._planner.plan(flat, self._storage.describer(False)), 0)
         located = self.decision.located
         if located is not None and not self.restores and self.rank == 0:
             logger.warning(
@@ -206,8 +222,7 @@ class Session:
         self._pipeline.drain(timeout_s)
 
     def _new_planner(self, timeout_s: float) -> Planner:
-        describe = describe_for_orbax if self._persists else None
-        return Planner(self._topology(timeout_s), on_device=self.config.staging == "device", describe=describe)
+        return Planner(self._topology(timeout_s), on_device=self.config.staging == "device")
 
     def _ready_planner(self, generation: Generation, force: bool, timeout_s: float) -> Planner | None:
         """The planner; None (with a warning) if the group could not be asked how JAX numbers it: training goes on."""
@@ -399,7 +414,7 @@ def decide(decision: Decision) -> None:
         raise NoSessionError("A decision came before its worker was armed.")
     _current = Session(wiring, decision, _ray_compat.world_rank())
     located, reported = decision.located, _reported.pop()
-    _ray_compat.set_checkpoint(reported if located is None else SnapshotCheckpoint(located.generation))
+    _ray_compat.set_checkpoint(reported if located is None else _current.handle(located.generation))
 
 
 _reported: list[Any] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -166,13 +166,10 @@ class Planner:
     Args:
         topology: The group.
         on_device: Whether states are copied on their devices first.
-        describe: Makes `Layout.orbax` of a state; called on rank 0.
     """
 
-    def __init__(
-        self, topology: Topology, *, on_device: bool = False, describe: Callable[[tree.Flat], str] | None = None
-    ) -> None:
-        self._topology, self._on_device, self._describe = topology, on_device, describe
+    def __init__(self, topology: Topology, *, on_device: bool = False) -> None:
+        self._topology, self._on_device = topology, on_device
         self._signature: Any = None
         self._plan: Plan | None = None
 
@@ -181,8 +178,12 @@ class Planner:
         """See `Topology`."""
         return self._topology.leaving
 
-    def plan(self, flat: tree.Flat) -> Plan:
+    def plan(self, flat: tree.Flat, describe: Callable[[tree.Flat], str] | None = None) -> Plan:
         """The plan for a state.
+
+        Args:
+            flat: The state.
+            describe: Makes `Layout.orbax`, if the plan is to have it: on rank 0, once.
 
         Raises:
             UnsupportedLeafError: A leaf cannot be snapshotted.
@@ -190,8 +191,10 @@ class Planner:
         """
         signature = (flat.treedef, tuple(map(_signature, flat.leaves)))
         if self._plan is None or signature != self._signature:
-            plan = make_plan(flat, self._topology, on_device=self._on_device, describe=self._describe)
+            plan = make_plan(flat, self._topology, on_device=self._on_device)
             self._plan, self._signature = plan, signature
+        if describe is not None and self._topology.rank == 0 and not self._plan.layout.orbax:
+            self._plan = replace(self._plan, layout=replace(self._plan.layout, orbax=describe(flat)))
         return self._plan
 
 
@@ -222,13 +225,7 @@ def _shards(captures: Sequence[Capture], data: Mapping[int, Any]) -> list[jax.Ar
     return [data[item.leaf].addressable_data(item.shard) for item in captures if item.shard is not None]
 
 
-def make_plan(
-    flat: tree.Flat,
-    topology: Topology,
-    *,
-    on_device: bool = False,
-    describe: Callable[[tree.Flat], str] | None = None,
-) -> Plan:
+def make_plan(flat: tree.Flat, topology: Topology, *, on_device: bool = False) -> Plan:
     """See `Planner`."""
     specs = [tree.describe(*leaf) for leaf in zip(flat.paths, flat.keys, flat.leaves, strict=True)]
     _check_paths(flat.paths)
@@ -263,7 +260,6 @@ def make_plan(
         local=kept_locally,
         parts=placed,
         skeleton=json.dumps(Skeleton.of(flat).to_json()),
-        orbax=describe(flat) if describe is not None and rank == 0 else "",
     )
     stored = _with_local(stored_bytes(parts), topology, sum(x[2] for x in local))
     data = {item.leaf: tree.plain(flat.leaves[item.leaf]) for item in captures}

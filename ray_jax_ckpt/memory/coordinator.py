@@ -27,7 +27,7 @@ from ray_jax_ckpt.memory.announce import Announcer, Ear, Word
 from ray_jax_ckpt.memory.barrier import Barrier, MissingRanks
 from ray_jax_ckpt.memory.drain import Drain
 from ray_jax_ckpt.memory.ledger import Ledger
-from ray_jax_ckpt.memory.messages import Decision, Located, Member, RunIdentity, StoredCheckpoint
+from ray_jax_ckpt.memory.messages import Decision, Located, Member, RunIdentity, StoredCheckpoint, Survey
 from ray_jax_ckpt.memory.persister import Persister
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S
 from ray_jax_ckpt.model import attendance as attendance_
@@ -71,7 +71,8 @@ class Coordinator:
     """
 
     def __init__(self, run: RunIdentity, config: SnapshotConfig, persist: PersistConfig | None = None) -> None:
-        self._config = config
+        self._config, self._run_name = config, run.name
+        self._surveyed: dict[Generation, float] = {}
         self._events = EventLog(run.filesystem, run.path)
         self._ledger = Ledger(run.digest, config, self._events.add)
         self._barrier, self._activities, self._attendance = Barrier(), Activities(), Attendance(0)
@@ -285,6 +286,28 @@ class Coordinator:
                 f"Step {generation.step} (generation {generation}) is not held completely; complete steps: {held}."
             )
         return located
+
+    async def survey(self, generation: Generation, timeout_s: float) -> Survey:
+        """Where a generation is, once it is complete. The same for all ranks, and no lease.
+
+        Raises:
+            SnapshotError: It was abandoned.
+            SnapshotTimeoutError: It was not complete in time.
+            SnapshotLostError: It is not held any more.
+        """
+        await self.open()
+        if generation.attempt == self._books.attempt:
+            # The report of the asking rank's own store may still be on its way.
+            await self.wait(generation, Status.COMPLETE, timeout_s)
+        located = await self._ledger.locate(generation)
+        if located is None:
+            raise SnapshotLostError(
+                f"Step {generation.step} (generation {generation}) is not held completely (any more). Take snapshots "
+                "that are to be reported with force=True, which keeps them until they are written."
+            )
+        self._surveyed = {g: at for g, at in self._surveyed.items() if g >= generation or g in self._books.entries}
+        created_at_s = self._surveyed.setdefault(generation, time.time())
+        return Survey(located, self._run_name, created_at_s)
 
     async def confirm(
         self, rank: int, attempt: int, number: int, generation: Generation | StoredCheckpoint, timeout_s: float

@@ -121,6 +121,21 @@ class Located:
 
 
 @dataclass(frozen=True)
+class Survey:
+    """A complete generation as the coordinator sees it, the same for all ranks that ask.
+
+    Attributes:
+        located: Where it is.
+        run: Name of the run.
+        created_at_s: When it was first asked for, as Unix time.
+    """
+
+    located: Located = field(repr=False)
+    run: str
+    created_at_s: float
+
+
+@dataclass(frozen=True)
 class Decision:
     """What a new worker group is told: one per attempt, the same for all ranks.
 

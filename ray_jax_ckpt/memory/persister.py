@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
@@ -25,7 +26,7 @@ from ray_jax_ckpt.model.persistence import Persisted, Progress
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.storage.manifest import FileRecord
-from ray_jax_ckpt.storage.plan import About, DirectoryPlan, orbax_of, plan_files
+from ray_jax_ckpt.storage.plan import About, DirectoryPlan, for_database, needs_database, orbax_of, plan_files
 from ray_jax_ckpt.storage.runs import checkpoint_path, find_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -215,22 +216,18 @@ class Persister:
     ) -> Persisted:
         config = self._config
         pace = Pace(config.max_concurrent, config.retries, config.max_bandwidth_bytes_per_s)
-        first = handles[names[0]]
-        shares = {name: tuple(plan.of(number)) for number, name in enumerate(names)}
+        first, shared = handles[names[0]], ray.put(plan)
         await _answer(first.prepare_upload.remote(to))
         try:
-            works = [
-                _answer(handles[name].upload.remote(to, generation, share, pace))
-                for name, share in shares.items()
-                if share
-            ]
-            records: list[Mapping[str, FileRecord]] = await asyncio.gather(*works)
-            manifest = plan.manifest({path: record for found in records for path, record in found.items()})
-            await _answer(first.finish_upload.remote(to, manifest, config.retries))
+            writers = sorted({file.writer for file in plan.files})
+            shares = [_answer(handles[names[n]].upload.remote(to, generation, shared, n, pace)) for n in writers]
+            found: list[Mapping[str, FileRecord]] = await asyncio.gather(*shares)
+            records = {path: record for share in found for path, record in share.items()}
+            await _answer(first.finish_upload.remote(to, shared, records, config.retries))
         except BaseException:
             first.discard_upload.remote(replace(to, timeout_s=DISCARD_TIMEOUT_S))
             raise
-        return Persisted(generation, manifest.metrics.get(0, {}))
+        return Persisted(generation, plan.head.metrics.get(0, {}))
 
     # Removing.
 
@@ -286,7 +283,10 @@ def _plan(located: Located, sources: Mapping[str, Source], run: str) -> Director
         for part in source.parts:
             holders.setdefault(part, []).append(number)
     about = About(run=run, step=located.generation.step, created_at_s=time.time())
-    return plan_files(indices, orbax_of(indices), about, holders=holders, num_writers=len(sources))
+    orbax = orbax_of(indices)
+    if needs_database(indices):
+        orbax = for_database(orbax)
+    return plan_files(indices, orbax, about, holders=holders, num_writers=len(sources))
 
 
 async def _answer(ref: Any) -> Any:

@@ -33,8 +33,8 @@ from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.scratch import sweep_scratch
-from ray_jax_ckpt.storage.manifest import FileRecord, Manifest
-from ray_jax_ckpt.storage.plan import PlannedFile
+from ray_jax_ckpt.storage.manifest import FileRecord
+from ray_jax_ckpt.storage.plan import DirectoryPlan
 from ray_jax_ckpt.system import process_alive, process_start_time
 
 logger = logging.getLogger(__name__)
@@ -277,14 +277,14 @@ class ReplicaStore:
         self._uploads.prepare(to)
 
     def upload(
-        self, to: Destination, generation: Generation, files: tuple[PlannedFile, ...], pace: Pace
+        self, to: Destination, generation: Generation, plan: DirectoryPlan, writer: int, pace: Pace
     ) -> dict[str, FileRecord]:
         """Writes this store's share of a checkpoint."""
-        return self._uploads.write(to, generation, files, pace)
+        return self._uploads.write(to, generation, plan, writer, pace)
 
-    def finish_upload(self, to: Destination, manifest: Manifest, retries: int) -> None:
+    def finish_upload(self, to: Destination, plan: DirectoryPlan, records: dict[str, FileRecord], retries: int) -> None:
         """Makes what has been written a checkpoint."""
-        self._uploads.commit(to, manifest, retries)
+        self._uploads.commit(to, plan, records, retries)
 
     def discard_upload(self, to: Destination) -> None:
         """Removes what has been written."""

@@ -18,8 +18,9 @@ from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.storage.files import is_denied, remove_tree
 from ray_jax_ckpt.storage.limiter import Limiter
-from ray_jax_ckpt.storage.manifest import MANIFEST, FileRecord, Manifest
-from ray_jax_ckpt.storage.plan import PlannedFile
+from ray_jax_ckpt.storage.manifest import MANIFEST, FileRecord
+from ray_jax_ckpt.storage.ocdbt import merge_databases, write_database
+from ray_jax_ckpt.storage.plan import DirectoryPlan
 from ray_jax_ckpt.storage.writer import Effort, Target, write_files
 
 logger = logging.getLogger(__name__)
@@ -71,12 +72,12 @@ class Uploads:
         self._on(to, "prepare", lambda filesystem: Target(filesystem, to.path).prepare(overwrite=True))
 
     def write(
-        self, to: Destination, generation: Generation, files: tuple[PlannedFile, ...], pace: Pace
+        self, to: Destination, generation: Generation, plan: DirectoryPlan, writer: int, pace: Pace
     ) -> dict[str, FileRecord]:
-        """Writes files of a generation that is leased here.
+        """Writes a writer's share of a generation that is leased here.
 
         Raises:
-            PersistError: Storage did not take one of them in time.
+            PersistError: Storage did not take a file in time.
             IntegrityError: The bytes here are not those that were captured: another holder has to be asked.
             SnapshotLostError: They are not here any more.
         """
@@ -86,16 +87,27 @@ class Uploads:
             segment, start, _ = self._shelf.find(generation, part)
             return segment.view()[start + offset : start + offset + num_bytes]
 
-        effort = Effort(pace.streams, pace.retries, to.timeout_s, self._limiter(pace.bytes_per_s))
-        written = self._on(to, "write", lambda fs: write_files(Target(fs, to.path), files, read, effort))
+        def share(filesystem: pyarrow.fs.FileSystem) -> dict[str, FileRecord]:
+            effort = Effort(pace.streams, pace.retries, to.timeout_s, self._limiter(pace.bytes_per_s))
+            target = Target(filesystem, to.path)
+            records = write_files(target, plan.files_of(writer), read, effort)
+            if writer in plan.database_writers:
+                records |= write_database(target, plan, read, effort, writer=writer)
+            return records
+
+        written = self._on(to, "write", share)
         faults.reach("persisted", generation.step)
         return written
 
-    def commit(self, to: Destination, manifest: Manifest, retries: int) -> None:
-        """All files are there: makes them a checkpoint. Raises PersistError."""
-        faults.reach("finish", manifest.step or 0)
-        effort = Effort(1, retries, to.timeout_s)
-        self._on(to, "finish", lambda filesystem: Target(filesystem, to.path).commit(manifest, effort))
+    def commit(self, to: Destination, plan: DirectoryPlan, records: dict[str, FileRecord], retries: int) -> None:
+        """All shares are there: makes them a checkpoint. Raises PersistError."""
+        faults.reach("finish", plan.head.step or 0)
+
+        def finish(filesystem: pyarrow.fs.FileSystem) -> None:
+            effort, target = Effort(1, retries, to.timeout_s), Target(filesystem, to.path)
+            target.commit(plan.manifest(records | merge_databases(target, plan, effort)), effort)
+
+        self._on(to, "finish", finish)
 
     def discard(self, to: Destination) -> None:
         """Removes what has been written of a checkpoint that is given up. Raises PersistError if it takes too long."""

@@ -212,6 +212,20 @@ def orbax_of(indices: Iterable[Index]) -> dict[str, bytes]:
         raise ValueError(f"not Orbax's metadata files: {error!r}") from error
 
 
+def for_database(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Orbax's metadata files of a checkpoint whose arrays are in an OCDBT database, from those of one without."""
+    return {
+        path: _json(_changed(json.loads(content), "use_ocdbt", True)) if b'"use_ocdbt"' in content else content
+        for path, content in files.items()
+    }
+
+
+def _changed(node: Any, key: str, value: Any) -> Any:
+    if isinstance(node, dict):
+        return {k: value if k == key else _changed(v, key, value) for k, v in node.items()}
+    return [_changed(one, key, value) for one in node] if isinstance(node, list) else node
+
+
 class _Planner:
     """See `plan_files`."""
 

@@ -34,7 +34,7 @@ class PersistedRun(Group):
     Args:
         nodes: Of its ranks.
         path: Of the run's directory.
-        persist: Settings of PersistConfig.
+        persist: Settings of PersistConfig; None: only what is reported is written.
         filesystem: That the directory is on.
         rebuild: See `RunIdentity`.
     """
@@ -43,14 +43,14 @@ class PersistedRun(Group):
         self,
         nodes: list[tuple[str, str]],
         path: str,
-        persist: dict[str, Any],
+        persist: dict[str, Any] | None,
         filesystem: pyarrow.fs.FileSystem | None = None,
         rebuild: Callable[[], pyarrow.fs.FileSystem] | None = None,
     ) -> None:
         self.path, self.filesystem = path, filesystem or pyarrow.fs.LocalFileSystem()
         run = new_run()
         directory = RunIdentity(run, path, self.filesystem, rebuild)
-        config = rjc.PersistConfig(**{"retries": 0, "timeout_s": TIMEOUT_S} | persist)
+        config = None if persist is None else rjc.PersistConfig(**{"retries": 0, "timeout_s": TIMEOUT_S} | persist)
         super().__init__(nodes, run, directory=directory, persist=config)
 
     def take(self, state: Any, **options: Any) -> Any:
@@ -110,10 +110,11 @@ def run_of(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         path: str | None = None,
         rebuild: Any = None,
         snapshots: dict[str, Any] | None = None,
+        persists: bool = True,
         **persist: Any,
     ) -> PersistedRun:
         where = path or str(tmp_path / "run")
-        made.append(PersistedRun(workers_of(cluster), where, persist, filesystem, rebuild))
+        made.append(PersistedRun(workers_of(cluster), where, persist if persists else None, filesystem, rebuild))
         monkeypatch.setattr(worker, "current", made[-1].current)
         made[-1].begin(copies=2, **(snapshots or {}))
         return made[-1]

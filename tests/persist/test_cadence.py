@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -138,3 +139,24 @@ def test_another_driver_knows_what_is_there_and_prunes_it(run_of):
     run.begin(copies=2)
     run.take_at(3, state_of(3))
     run.await_steps(2, 3)
+
+
+def test_very_many_leaves_become_few_files_that_plain_orbax_reads(run_of):
+    state = {f"leaf{number:04d}": jnp.full(4, number, jnp.float32) for number in range(1500)} | {"step": 3}
+    run = run_of(every_n_steps=1)
+    run.take(state)
+    run.await_steps(1)
+    path = run.path_of(1)
+    files = [file for file in Path(path).rglob("*") if file.is_file()]
+    assert len(files) < 60
+    assert_identical(load(path, state).state, state)
+    code = """
+import sys
+from orbax.checkpoint import v1
+state = v1.load(sys.argv[1])
+assert len(state) == 1501 and state["step"] == 3
+assert all((state[f"leaf{n:04d}"] == n).all() for n in range(1500))
+print("ok")
+"""
+    found = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, cwd="/")
+    assert found.stdout.strip() == "ok", found.stderr
