@@ -92,7 +92,8 @@ class Chaos(threading.Thread):
         record: dict[str, Any] = {"kind": kind, "rank": rank, "protected_step": safe, "last_step": last}
         if kind in RESTARTING:
             record |= self._check_restore(begun, safe)
-            record["steps_lost"] = last - record["restored_step"]
+            # A step is in the log when it is over; its snapshot may be complete a little earlier.
+            record["steps_lost"] = max(0, last - record["restored_step"])
         # The step after the last one may have been on its way already.
         done = self._until(lambda: self._protected(dead, last + 1), f"recovery from the death of a {kind}")
         again = [event for event in soak_job.read(self._work) if event["event"] == "started" and event["time"] > begun]
