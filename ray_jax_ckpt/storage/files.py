@@ -11,7 +11,9 @@ import pyarrow.fs
 TEMPORARY = ".orbax-checkpoint-tmp"
 """Suffix of a directory that is being written, where it can be renamed. Orbax takes none with it for a checkpoint."""
 
-_PERMANENT = frozenset({errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
+_PERMANENT = frozenset(
+    {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
+)
 # pyarrow puts what S3 answered into words only.
 _DENIED_WORDS = (
     "ACCESS_DENIED",

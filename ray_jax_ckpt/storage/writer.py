@@ -88,14 +88,12 @@ class Target:
             raise PersistError(f"{self.path} cannot be written: {error}") from error
 
     def _is_taken(self) -> bool:
-        if self.base != self.path:
-            return exists(self.filesystem, self.path)
-        # Without renaming, what is there may be what an earlier try of ours left.
+        """Whether something is there that is not what an earlier try of ours left."""
         if exists(self.filesystem, f"{self.path}/{MANIFEST}"):
             return True
-        return exists(self.filesystem, f"{self.path}/_METADATA") and not exists(
-            self.filesystem, f"{self.path}/{FOLDER}"
-        )
+        # Where all is written in place, anything else may be left of a try.
+        sign = self.path if self.base != self.path else f"{self.path}/_METADATA"
+        return exists(self.filesystem, sign) and not exists(self.filesystem, f"{self.path}/{FOLDER}")
 
     def commit(self, manifest: Manifest, effort: Effort = Effort()) -> None:
         """Makes it a checkpoint: writes the manifest, and gives the directory its name. Called by one process.
