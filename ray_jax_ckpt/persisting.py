@@ -8,13 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+import ray.train
 from ray.actor import ActorHandle
 
 from ray_jax_ckpt.arrays.tree import Flat, describe, flatten
 from ray_jax_ckpt.config import PersistConfig
-from ray_jax_ckpt.errors import PersistError, UnsupportedLeafError
+from ray_jax_ckpt.errors import CheckpointError, PersistError, UnsupportedLeafError
+from ray_jax_ckpt.memory.messages import StoredPlace
 from ray_jax_ckpt.storage.names import leaf_names
 from ray_jax_ckpt.storage.plan import pack_orbax
+from ray_jax_ckpt.storage.reader import read_manifest
 from ray_jax_ckpt.values import encode_value
 
 logger = logging.getLogger(__name__)
@@ -51,23 +54,26 @@ class StorageSide:
         config: The user's; None: nothing is written but what is reported.
         coordinator: Who knows of failures.
         ask: Gets the answer of a call that has one.
+
+    Attributes:
+        persists: Whether the stores write by themselves.
     """
 
     def __init__(self, config: PersistConfig | None, coordinator: ActorHandle, ask: Callable[[Any], Any]) -> None:
-        self._persists = config is not None
+        self.persists = config is not None
         self._limit = config.fail_after if config is not None else None
         self._coordinator, self._ask = coordinator, ask
         self._asked: Any = None
 
     def prepare(self) -> None:
         """Spares the first snapshot the seconds that it takes to import Orbax."""
-        if self._persists:
+        if self.persists:
             arguments = (flatten({}),)
             threading.Thread(target=describe_for_orbax, args=arguments, name="rjc-import", daemon=True).start()
 
     def describer(self, force: bool) -> Callable[[Flat], str] | None:
         """What makes `Layout.orbax` of a snapshot; None if it can do without: it will not be written anywhere."""
-        if self._persists:
+        if self.persists:
             return describe_for_orbax
         return _describe_if_possible if force else None
 
@@ -84,3 +90,17 @@ class StorageSide:
                     f"Storage has failed {self._limit} times or more in a row (PersistConfig.fail_after), the last "
                     f"time like this: {problem}"
                 )
+
+
+def newer_on_storage(ours: StoredPlace, reported: Any) -> Any:
+    """Of a checkpoint that the stores wrote and the one that was reported to Ray last, the newer one.
+
+    The stores' counts where nobody can tell: the reported one is none of this package, or cannot be read.
+    """
+    if reported is not None:
+        try:
+            if read_manifest(reported.filesystem, reported.path).generation > ours.generation:
+                return reported
+        except (CheckpointError, OSError) as error:
+            logger.info("%s is not compared with the run's own checkpoints: %s", reported, error)
+    return ray.train.Checkpoint(ours.path, filesystem=ours.filesystem)

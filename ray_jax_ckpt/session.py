@@ -36,16 +36,14 @@ from ray_jax_ckpt.model.attendance import Began
 from ray_jax_ckpt.model.index import Layout
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
+from ray_jax_ckpt.need import Need
 from ray_jax_ckpt.observe import faults
-from ray_jax_ckpt.persisting import StorageSide
+from ray_jax_ckpt.persisting import StorageSide, newer_on_storage
 from ray_jax_ckpt.pipeline import GRACE_S, Job, Pipeline
 from ray_jax_ckpt.share import Share
 from ray_jax_ckpt.start_hook import Wiring
-from ray_jax_ckpt.system import available_bytes
 
 logger = logging.getLogger(__name__)
-
-BUFFERS = 2
 
 
 class Session:
@@ -338,28 +336,12 @@ class Session:
         self._room.grow(data_bytes)
         if self._checked == (plan, self._room.num_bytes):
             return
-        ranks = [member.rank for member in self.decision.members if member.node_id == self.node_id]
-        own, peer = (sum(plan.stored[rank][side] for rank in ranks) for side in (0, 1))
-        # Every rank's `data` is taken to be as large as this one's.
-        own += len(ranks) * self._room.num_bytes
-        domains = len({member.domain for member in self.decision.members})
-        peer += len(ranks) * self._room.num_bytes * (min(self.config.copies, domains) - 1)
-        total = BUFFERS * (own + peer) + own
-        text = (
-            f"Snapshots take {_gb(total)} on this node ({len(ranks)} workers): {BUFFERS} x {_gb(own)} of its own "
-            f"shards, {BUFFERS} x {_gb(peer)} of peers, {_gb(own)} of staging while one is copied"
-        )
+        members, config = self.decision.members, self.config
+        ranks = [member.rank for member in members if member.node_id == self.node_id]
+        need = Need.of(plan, ranks, members, self._room.num_bytes, config.copies, self._storage.persists)
         if self.rank == ranks[0]:
-            logger.info("%s.", text)
-        held = sum(self._held_bytes(rank) for rank in ranks)
-        free = available_bytes()
-        limits = {"max_bytes": self.config.max_bytes, "the node's free memory": None if free is None else free + held}
-        for name, limit in limits.items():
-            if limit is not None and total > limit:
-                raise MemoryLimitError(
-                    f"{text}; {name} allows {_gb(limit)}. Use fewer copies (now {self.config.copies}), more nodes, "
-                    "or a larger SnapshotConfig.max_bytes."
-                )
+            logger.info("%s.", need)
+        need.check(config, sum(self._held_bytes(rank) for rank in ranks))
         self._checked = plan, self._room.num_bytes
 
     def _held_bytes(self, rank: int) -> int:
@@ -413,8 +395,12 @@ def decide(decision: Decision) -> None:
     if not isinstance(wiring, Wiring):
         raise NoSessionError("A decision came before its worker was armed.")
     _current = Session(wiring, decision, _ray_compat.world_rank())
-    located, reported = decision.located, _reported.pop()
-    _ray_compat.set_checkpoint(reported if located is None else _current.handle(located.generation))
+    located, checkpoint = decision.located, _reported.pop()
+    if located is not None:
+        checkpoint = _current.handle(located.generation)
+    elif decision.stored is not None:
+        checkpoint = newer_on_storage(decision.stored, checkpoint)
+    _ray_compat.set_checkpoint(checkpoint)
 
 
 _reported: list[Any] = []
@@ -452,7 +438,3 @@ def current() -> Session:
 def _lease_of(generation: Generation) -> Lease:
     """The hold that a forced snapshot's handle has."""
     return Lease(f"handle {generation}", generation, generation.attempt)
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 5e7 else f"{num_bytes / 1e6:.3g} MB"

@@ -10,6 +10,7 @@ import jax
 
 from ray_jax_ckpt import _ray_compat
 from ray_jax_ckpt.data_state import Reshard
+from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError
 from ray_jax_ckpt.memory.messages import StoredCheckpoint
 from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.restored import Restored, give_data
@@ -52,6 +53,10 @@ def restore_stored(checkpoint: Any, wish: Wish, session: Session | None, ask: As
         restored = _give(loaded, wish, session.rank, session.world_size)
         _confirm(session, loaded, wish.timeout_s or TIMEOUT_S, ask)
     except BaseException as error:
+        place = session.decision.stored
+        if place is not None and isinstance(error, IntegrityError | NoCheckpointError):
+            # The next attempt is not to fail in the same way.
+            session.coordinator.suspect_stored.remote(place.path, session.decision.attempt, f"{error!r:.300}")
         session.coordinator.let_go.remote(session.rank, session.decision.attempt, f"{error!r:.300}")
         raise
     session.restored(loaded.step)

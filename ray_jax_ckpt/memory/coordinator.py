@@ -30,6 +30,7 @@ from ray_jax_ckpt.memory.ledger import Ledger
 from ray_jax_ckpt.memory.messages import Decision, Located, Member, RunIdentity, StoredCheckpoint, Survey
 from ray_jax_ckpt.memory.persister import Persister
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S
+from ray_jax_ckpt.memory.stored import Stored
 from ray_jax_ckpt.model import attendance as attendance_
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model.attendance import Attendance, Began
@@ -78,8 +79,10 @@ class Coordinator:
         self._barrier, self._activities, self._attendance = Barrier(), Activities(), Attendance(0)
         self._announcer = Announcer()
         self._drain = Drain(self._ledger, self._announcer, self._events.add)
-        self._persister = Persister(self._ledger, persist, run, self._events.add) if persist is not None else None
-        if self._persister is not None:
+        self._stored = Stored(run)
+        self._persister = None
+        if persist is not None:
+            self._persister = Persister(self._ledger, persist, run, self._stored, self._events.add)
             self._ledger.before_freeing = self._persister.look
             self._drain.saved = self._persister.preempted
         self._opening, self._deciding = asyncio.Lock(), asyncio.Lock()
@@ -106,8 +109,7 @@ class Coordinator:
             self._ledger.learn(one.group for one in inventories.values())
             self._ledger.spawn(self._ledger.pulse.beat())
             self._ledger.spawn(self._drain.watch())
-            if self._persister is not None:
-                self._ledger.spawn(self._persister.look_back())
+            self._ledger.spawn(self._stored.look_back(self._config.timeout_s))
 
     async def finish(self, keep: bool) -> None:
         """The run is over. Stores end now, or (`keep`) when nobody has taken them over for their orphan timeout."""
@@ -142,6 +144,10 @@ class Coordinator:
         ledger = self._ledger
         async with self._deciding, ledger.keeping():
             ledger.members = members
+            await self._stored.look_back(self._config.timeout_s)
+            # Not one that is on storage again, if no store has lived on to tell of it.
+            latest = max((one.attempt for one in self._stored.known), default=0)
+            ledger.books = books_.attempts_known(ledger.books, latest)
             while True:
                 attempt = ledger.books.attempt + 1
                 await ledger.refresh(attempt)
@@ -151,16 +157,19 @@ class Coordinator:
             self._activities.clear()
             self._attendance = Attendance(len(members))
             located = await ledger.choose(attempt)
+            in_memory = located.generation if located else None
+            stored = await self._stored.newest(in_memory, self._config.timeout_s)
             handles = {member.rank: ledger.roster.of(member, ledger.secret, attempt) for member in members}
         self._drain.begin()
         await self._announcer.begin(attempt)
         ledger.spawn(ledger.form_group(attempt))
-        chosen = located.generation if located else None
+        located, chosen = (None, stored.generation) if stored is not None else (located, in_memory)
         if self._persister is not None:
             self._persister.restored(chosen)
         step = chosen.step if chosen else None
-        self._events.add("decision", attempt=attempt, step=step, generation=str(chosen) if chosen else None)
-        return Decision(attempt, members, handles, ledger.secret, located, self._drain.leaving())
+        path, name = stored.path if stored else None, str(chosen) if chosen else None
+        self._events.add("decision", attempt=attempt, step=step, generation=name, path=path)
+        return Decision(attempt, members, handles, ledger.secret, located, self._drain.leaving(), stored)
 
     async def replace_store(self, rank: int, attempt: int) -> ActorHandle:
         """A rank found its store dead: the same one if it answers after all, else a new, empty one on the same node.
@@ -343,6 +352,12 @@ class Coordinator:
             logger.warning("Store %s could not serve step %d: %s", store, generation.step, said)
             self._events.add("suspected", store=store, step=generation.step, said=said)
             await self._ledger.examine(store, generation)
+
+    async def suspect_stored(self, path: str, attempt: int, said: str) -> None:
+        """A rank could not restore a checkpoint on storage."""
+        if attempt == self._books.attempt:
+            self._events.add("suspected", path=path, said=said)
+            self._stored.suspect(path, said)
 
     def let_go(self, rank: int, attempt: int, failed: str = "") -> None:
         """A rank reads no more, because it is done or `failed`."""

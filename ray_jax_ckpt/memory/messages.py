@@ -136,6 +136,21 @@ class Survey:
 
 
 @dataclass(frozen=True)
+class StoredPlace:
+    """A checkpoint of this run on storage.
+
+    Attributes:
+        generation: Of what.
+        path: Of its directory.
+        filesystem: That this is on.
+    """
+
+    generation: Generation
+    path: str
+    filesystem: pyarrow.fs.FileSystem
+
+
+@dataclass(frozen=True)
 class Decision:
     """What a new worker group is told: one per attempt, the same for all ranks.
 
@@ -144,8 +159,9 @@ class Decision:
         members: The ranks.
         stores: Every rank's store. One that is still starting queues the calls it gets.
         secret: The run's, for reading stores on other nodes.
-        located: What is restored, or None if memory holds nothing complete.
+        located: What is restored from memory; None if it holds nothing complete, or storage something newer.
         leaving: Ranks on nodes that drain already: they get no copies.
+        stored: What is restored from storage; None if that has nothing newer than memory.
     """
 
     attempt: int
@@ -154,6 +170,7 @@ class Decision:
     secret: str = field(repr=False)
     located: Located | None
     leaving: frozenset[int] = frozenset()
+    stored: StoredPlace | None = None
 
 
 @dataclass(frozen=True)

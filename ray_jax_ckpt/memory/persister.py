@@ -19,6 +19,7 @@ from ray_jax_ckpt.config import PersistConfig
 from ray_jax_ckpt.errors import CheckpointError, PersistError, SnapshotLostError, StoreError
 from ray_jax_ckpt.memory.ledger import Ledger
 from ray_jax_ckpt.memory.messages import Located, RunIdentity
+from ray_jax_ckpt.memory.stored import Stored
 from ray_jax_ckpt.memory.uploads import Destination, Pace
 from ray_jax_ckpt.model import persistence
 from ray_jax_ckpt.model.index import Index
@@ -27,7 +28,6 @@ from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.storage.manifest import FileRecord
 from ray_jax_ckpt.storage.plan import About, DirectoryPlan, for_database, needs_database, orbax_of, plan_files
-from ray_jax_ckpt.storage.runs import checkpoint_path, find_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +46,19 @@ class Persister:
     """For use in the coordinator's event loop.
 
     Attributes:
-        persisted: What is on storage.
         failures: In a row.
         problem: What went wrong last; empty when the last one went well.
     """
 
-    def __init__(self, ledger: Ledger, config: PersistConfig, run: RunIdentity, record: Callable[..., None]) -> None:
-        self._ledger, self._config, self._run, self._record = ledger, config, run, record
+    def __init__(
+        self,
+        ledger: Ledger,
+        config: PersistConfig,
+        run: RunIdentity,
+        stored: Stored,
+        record: Callable[..., None],
+    ) -> None:
+        self._ledger, self._config, self._run, self._stored, self._record = ledger, config, run, stored, record
         self._preempted: set[tuple[int, int]] = set()
         self._progress = Progress(None, time.monotonic())
         self._wanted = ""
@@ -60,20 +66,8 @@ class Persister:
         self._not_before = 0.0
         self._ending = False
         self._changed = asyncio.Event()
-        self.persisted: dict[Generation, Persisted] = {}
         self._claimed: frozenset[Generation] = frozenset()
         self.failures, self.problem = 0, ""
-
-    async def look_back(self) -> None:
-        """Learns what is on storage already, from earlier drivers of this run."""
-        filesystem, path = self._run.filesystem, self._run.path
-        try:
-            found = await asyncio.to_thread(lambda: [m for _, m in find_checkpoints(filesystem, path)])
-        except Exception as error:
-            logger.warning("The run's checkpoints could not be listed: %s", error)
-            return
-        known = {m.generation: Persisted(m.generation, m.metrics.get(0, {})) for m in found}
-        self.persisted = known | self.persisted
 
     def restored(self, generation: Generation | None) -> None:
         """A group begins: steps count from what it restores."""
@@ -138,18 +132,18 @@ class Persister:
             return
         why, self._wanted = self._wanted, ""
         newest = self._ledger.books.newest()
-        if newest is not None and newest not in self.persisted:
+        if newest is not None and newest not in self._stored.known:
             self._claimed = frozenset({newest})
             self._writing = asyncio.get_running_loop().create_task(self._persist(newest, why))
 
     # One checkpoint.
 
     async def _persist(self, generation: Generation, why: str) -> None:
-        where, start = checkpoint_path(self._run.path, generation), time.monotonic()
+        where, start = self._stored.path(generation), time.monotonic()
         try:
             written = await asyncio.wait_for(self._write(generation, where), self._config.timeout_s + GRACE_S)
             self.failures, self.problem, self._not_before = 0, "", 0.0
-            self.persisted[generation] = written
+            self._stored.known[generation] = written
             seconds = round(time.monotonic() - start, 3)
             self._record("persisted", step=generation.step, path=where, why=why, seconds=seconds)
             self._prune()
@@ -232,12 +226,12 @@ class Persister:
     # Removing.
 
     def _prune(self) -> None:
-        for one in persistence.superfluous(self._config, self.persisted.values()):
-            del self.persisted[one.generation]
+        for one in persistence.superfluous(self._config, self._stored.known.values()):
+            del self._stored.known[one.generation]
             self._ledger.spawn(self._remove(one.generation))
 
     async def _remove(self, generation: Generation) -> None:
-        where = checkpoint_path(self._run.path, generation)
+        where = self._stored.path(generation)
         to = Destination(self._run.filesystem, where, self._run.rebuild, self._config.timeout_s)
         for attempt in range(self._config.retries + 1):
             handle: Any = next(iter(self._ledger.roster.handles.values()), None)

@@ -233,6 +233,11 @@ def store_joined(
     )
 
 
+def attempts_known(books: Books, attempt: int) -> Books:
+    """Somebody else knows of this attempt: the next one comes after it."""
+    return replace(books, attempt=max(books.attempt, attempt))
+
+
 def group_forming(books: Books, attempt: int, stores: Iterable[str]) -> Books:
     """These stores are going to serve the worker group; some of them are still being started.
 

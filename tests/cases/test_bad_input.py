@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ray_jax_ckpt as rjc
-from ray_jax_ckpt import session
+from ray_jax_ckpt import need, session
 from ray_jax_ckpt.errors import ConfigError, MemoryLimitError, NoCheckpointError, StepError, UnsupportedLeafError
 
 BAD_LEAVES = {
@@ -84,7 +84,7 @@ def test_keys_that_another_process_could_not_find_are_refused(run, state, why):
 
 
 def test_a_node_that_is_too_small_is_said_at_the_first_call_with_the_numbers(run, monkeypatch):
-    monkeypatch.setattr(session, "available_bytes", lambda: 8_000_000)
+    monkeypatch.setattr(need, "available_bytes", lambda: 8_000_000)
     monkeypatch.setattr(session.Session, "_held_bytes", lambda *_: 0)
     run.begin(every_n_steps=10)
     text = r"12 MB on this node \(1 workers\).*the node's free memory allows 8 MB.*fewer copies"

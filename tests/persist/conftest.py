@@ -115,7 +115,8 @@ def run_of(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ) -> PersistedRun:
         where = path or str(tmp_path / "run")
         made.append(PersistedRun(workers_of(cluster), where, persist if persists else None, filesystem, rebuild))
-        monkeypatch.setattr(worker, "current", made[-1].current)
+        for name in ("current", "current_or_none"):
+            monkeypatch.setattr(worker, name, made[-1].current)
         made[-1].begin(copies=2, **(snapshots or {}))
         return made[-1]
 
