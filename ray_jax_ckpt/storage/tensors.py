@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow.fs as pafs
 import tensorstore as ts
 
@@ -95,7 +96,7 @@ class Tensors:
     def read(self, name: str, share: Share, deadline: Deadline) -> None:
         """Reads the box that a share takes of an array, a few chunks at a time."""
         (array,), dtype = self.open([name], deadline), share.target.dtype
-        if array.dtype.numpy_dtype != dtype or array.shape != extent(share.stored_box):
+        if array.dtype.numpy_dtype != dtype.newbyteorder("=") or array.shape != extent(share.stored_box):
             raise IntegrityError(
                 f"array {name!r} in {self._where} is {array.dtype.name}{list(array.shape)}, and the checkpoint says "
                 f"{dtype}{list(extent(share.stored_box))}."
@@ -104,8 +105,12 @@ class Tensors:
             deadline.check(f"Reading array {name!r} in {self._where}")
             part = Share(share.target, share.target_box, share.stored_box, box)
             source = array[tuple(slice(*side) for side in box)]
-            target = ts.array(part.view, copy=False, write=True)
+            # tensorstore has elements in this machine's byte order only.
+            found = part.view if dtype.isnative else np.empty(extent(box), dtype.newbyteorder("="))
+            target = ts.array(found, copy=False, write=True)
             self._result(target.write(source.translate_to[0] if box else source), f"array {name!r}", deadline)
+            if not dtype.isnative:
+                part.view[...] = found
 
     def _spec(self, name: str) -> dict[str, Any]:
         prefix = f"{name}/" if name else ""

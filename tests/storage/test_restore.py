@@ -121,6 +121,28 @@ def test_the_newest_whole_step_below_a_directory_is_taken(tmp_path, caplog):
     assert "ckpt-100" in caplog.text
 
 
+# A database of arrays.
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_in_a_database_comes_back_bit_for_bit(tmp_path, name):
+    state = STATES[name]()
+    write(hold(state, ocdbt=True), tmp_path / "c")
+    assert_identical(load(tmp_path / "c", state).state, state)
+
+
+def test_damage_of_a_database_is_noticed(tmp_path):
+    state = {"w": jnp.arange(6.0)}
+    manifest = write(hold(state, ocdbt=True), tmp_path / "c")
+    for name in [name for name in manifest.files if "manifest.ocdbt" in name or "/d/" in f"/{name}"]:
+        raw = (tmp_path / "c" / name).read_bytes()
+        (tmp_path / "c" / name).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        with pytest.raises(IntegrityError, match=f"{name} is damaged|{name}.* is damaged"):
+            load(tmp_path / "c", state)
+        (tmp_path / "c" / name).write_bytes(raw)
+    assert_identical(load(tmp_path / "c", state).state, state)
+
+
 # What is read.
 
 
