@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from ray_jax_ckpt.storage.markers import unmarked
 from ray_jax_ckpt.storage.segments import Share
 from ray_jax_ckpt.storage.source import Landings
 from ray_jax_ckpt.storage.steps import step_of
-from ray_jax_ckpt.storage.streams import Deadline, Job, run
+from ray_jax_ckpt.storage.streams import Deadline, run
 from ray_jax_ckpt.storage.tensors import Tensors
 from ray_jax_ckpt.values import encode_value
 
@@ -166,24 +165,24 @@ class Foreign:
             RestoreError: There is not enough memory.
         """
         deadline = Deadline.after(self._timeout_s)
-        results, jobs = self._landings.take(wants, dtypes), []
+        results, wanted = self._landings.take(wants, dtypes), []
         for want, result in zip(wants, results, strict=True):
             (stored, _), *_ = want.found()
             entry = self._content.entries[stored.item.leaf]
             if entry.content is not None:
                 result[...] = entry.content[within(want.box, whole(entry.shape))]
                 continue
-            jobs.append(self._job(entry, Share(result, want.box, whole(entry.shape), want.box), deadline))
-        run(jobs, streams=self._streams, deadline=deadline)
+            wanted.append((entry.name, Share(result, want.box, whole(entry.shape), want.box)))
+        self._run(wanted, deadline)
         return results
 
-    def _job(self, entry: Entry, share: Share, deadline: Deadline) -> Job:
-        return Job(f"Reading array {entry.name!r}", partial(self._tensors.read, entry.name, share, deadline))
+    def _run(self, wanted: Sequence[tuple[str, Share]], deadline: Deadline) -> None:
+        run(self._tensors.jobs(wanted, deadline), streams=self._streams, deadline=deadline)
 
     def _whole(self, entry: Entry) -> np.ndarray:
         """All of an array."""
         found, box = np.empty(entry.shape, entry.dtype), whole(entry.shape)
-        self._tensors.read(entry.name, Share(found, box, box, box), Deadline.after(self._timeout_s))
+        self._run([(entry.name, Share(found, box, box, box))], Deadline.after(self._timeout_s))
         return found
 
     # What is in it.
@@ -236,11 +235,7 @@ class Foreign:
         """What has no dimensions: it may be asked for as a plain value, which is not fetched later."""
         arrays = self._tensors.open(names, deadline)
         found = {name: np.empty((), array.dtype.numpy_dtype) for name, array in zip(names, arrays, strict=True)}
-        jobs = [
-            Job(f"Reading {name!r}", partial(self._tensors.read, name, Share(target, (), (), ()), deadline))
-            for name, target in found.items()
-        ]
-        run(jobs, streams=self._streams, deadline=deadline)
+        self._run([(name, Share(target, (), (), ())) for name, target in found.items()], deadline)
         return {name: target[()] for name, target in found.items()}
 
     def _key_impls(self) -> dict[str, str]:

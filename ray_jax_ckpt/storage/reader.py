@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -123,7 +122,6 @@ class Reader:
         self.step, self.metrics = self.manifest.step, self.manifest.metrics
         self._segments: dict[tuple[str, int], Segment] = {}
         self._tensors: Tensors | None = None
-        self._opening = threading.Lock()
         self._landings = Landings(describe(filesystem, path), available_bytes)
         self._indices = self._make_indices(self._read_ranks())
 
@@ -146,8 +144,8 @@ class Reader:
             IntegrityError, NoCheckpointError, StorageError, RestoreTimeoutError: Its bytes cannot be had.
         """
         deadline = Deadline.after(self._timeout_s)
-        jobs: list[Job] = []
         shares: dict[Segment, list[Share]] = defaultdict(list)
+        tensors: list[tuple[str, Share]] = []
         found = [want.found() for want in wants]
         for number, (want, sources) in enumerate(zip(wants, found, strict=True)):
             if not covers((stored.item.box for stored, _ in sources), want.box):
@@ -159,14 +157,15 @@ class Reader:
                 share = Share(result, want.box, stored.item.box, shared)
                 segment = self._segment(stored)
                 if segment is None:
-                    name = self.manifest.leaves[stored.item.leaf].name
-                    jobs.append(Job(f"Reading {name}", partial(self._read_tensor, name, share, deadline)))
+                    tensors.append((self.manifest.leaves[stored.item.leaf].name, share))
                 elif volume(shared):
                     shares[segment].append(share)
-        jobs += [
+        jobs = [
             Job(f"Reading {segment.path}", partial(read, self._filesystem, segment, takers, deadline))
             for segment, takers in shares.items()
         ]
+        if tensors:
+            jobs += self._database().jobs(tensors, deadline)
         run(jobs, streams=self._streams, deadline=deadline)
         return results
 
@@ -178,14 +177,13 @@ class Reader:
             return Segment.of_range(path, stored.item.offset, stored.item.num_bytes, stored.digest)
         return self._segments.get((stored.part, stored.item.offset))
 
-    def _read_tensor(self, name: str, share: Share, deadline: Deadline) -> None:
-        with self._opening:
-            if self._tensors is None:
-                files = VerifiedFiles(self._filesystem, self._path, self.manifest.files, self._timeout_s)
-                self._tensors = Tensors(
-                    self._filesystem, self._path, files, is_database=True, driver="zarr3", streams=self._streams
-                )
-        self._tensors.read(name, share, deadline)
+    def _database(self) -> Tensors:
+        if self._tensors is None:
+            files = VerifiedFiles(self._filesystem, self._path, self.manifest.files, self._timeout_s)
+            self._tensors = Tensors(
+                self._filesystem, self._path, files, is_database=True, driver="zarr3", streams=self._streams
+            )
+        return self._tensors
 
     # What is in it.
 

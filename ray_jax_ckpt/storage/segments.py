@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from ray_jax_ckpt.storage.streams import Deadline, retried
 
 PIECE_BYTES = 4 << 20
 """What is read at a time where bytes do not go straight to where they belong."""
+_LARGE_BYTES = 1 << 20
 
 _Run = tuple[int, int, str]
 """First byte, byte behind the last, and digest of a block of a segment."""
@@ -190,7 +192,7 @@ def read_block(filesystem: pafs.FileSystem, segment: Segment, run: _Run, deadlin
 
 def check(filesystem: pafs.FileSystem, segment: Segment, deadline: Deadline) -> None:
     """Reads a segment and keeps nothing. Raises as `read` does."""
-    buffer = np.empty(min(PIECE_BYTES, segment.size), np.uint8)
+    buffer = _buffer(min(PIECE_BYTES, segment.size))
     what = f"Reading {describe(filesystem, segment.path)}"
     for run in segment.runs(0, max(segment.size, 1)):
         sizes = [min(PIECE_BYTES, run[1] - at) for at in range(run[0], run[1], PIECE_BYTES)]
@@ -216,7 +218,7 @@ def _spread(
     deadline: Deadline,
 ) -> None:
     start, stop, _ = run
-    buffer, dtype = np.empty(min(step, stop - start), np.uint8), shares[0].target.dtype
+    buffer, dtype = _buffer(min(step, stop - start)), shares[0].target.dtype
 
     def pieces() -> Iterator[np.ndarray]:
         for at in range(start, stop, step):
@@ -226,6 +228,13 @@ def _spread(
                 share.place(at // dtype.itemsize, piece.view(dtype))
 
     _pieces(filesystem, segment, run, pieces(), deadline)
+
+
+def _buffer(num_bytes: int) -> np.ndarray:
+    if num_bytes < _LARGE_BYTES:
+        return np.empty(num_bytes, np.uint8)
+    # Not from the heap, which keeps for each thread what it gets back.
+    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 
 def _pieces(

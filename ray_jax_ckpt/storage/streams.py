@@ -16,6 +16,7 @@ Value = TypeVar("Value")
 
 ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.1
+_GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,23 @@ def run(jobs: Sequence[Job], *, streams: int, deadline: Deadline) -> None:
     for _ in range(count):
         todo.put(None)
     running: dict[int, str] = {}
-    for number in range(count):
-        # Not of a pool: the interpreter would wait for its threads when it ends.
-        threading.Thread(
-            target=_work, args=(number, todo, done, running, deadline), daemon=True, name="rjc-storage"
-        ).start()
+    # Not of a pool: the interpreter would wait for its threads when it ends.
+    arguments = (todo, done, running, deadline)
+    threads = [
+        threading.Thread(target=_work, args=(number, *arguments), daemon=True, name="rjc-storage")
+        for number in range(count)
+    ]
+    for thread in threads:
+        thread.start()
     try:
         for _ in jobs:
             _wait(done, running, deadline)
     except BaseException:
         deadline.stopped.set()
+        # A thread that comes out of C++ code when the interpreter has ended takes the process with it.
+        until_s = time.monotonic() + _GRACE_S
+        for thread in threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
         raise
 
 

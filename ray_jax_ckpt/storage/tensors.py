@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,17 +13,18 @@ import pyarrow.fs as pafs
 import tensorstore as ts
 
 from ray_jax_ckpt.errors import CheckpointError, IntegrityError, StorageError
-from ray_jax_ckpt.model.shards import Box, extent, volume
+from ray_jax_ckpt.model.shards import Box, extent
 from ray_jax_ckpt.storage.filesystem import describe
 from ray_jax_ckpt.storage.loopback import Files, FileServer
 from ray_jax_ckpt.storage.segments import PIECE_BYTES, Share
-from ray_jax_ckpt.storage.streams import Deadline
+from ray_jax_ckpt.storage.streams import Deadline, Job
 
 _INDEX_CACHE_BYTES = 64 << 20
 _BAND_BYTES = 4 * PIECE_BYTES
 _SMALL_CHUNK_BYTES = 64 << 20
 # Opened at a time: each takes a request or two.
 _BATCH = 256
+_SLICE_S = 0.2
 
 
 class Tensors:
@@ -93,24 +96,36 @@ class Tensors:
                 self._arrays[name] = array
         return [self._arrays[name] for name in names]
 
-    def read(self, name: str, share: Share, deadline: Deadline) -> None:
-        """Reads the box that a share takes of an array, a few chunks at a time."""
-        (array,), dtype = self.open([name], deadline), share.target.dtype
-        if array.dtype.numpy_dtype != dtype.newbyteorder("=") or array.shape != extent(share.stored_box):
-            raise IntegrityError(
-                f"array {name!r} in {self._where} is {array.dtype.name}{list(array.shape)}, and the checkpoint says "
-                f"{dtype}{list(extent(share.stored_box))}."
-            )
-        for box in bands(share.shared, _chunks(array), dtype.itemsize, _BAND_BYTES):
-            deadline.check(f"Reading array {name!r} in {self._where}")
-            part = Share(share.target, share.target_box, share.stored_box, box)
-            source = array[tuple(slice(*side) for side in box)]
-            # tensorstore has elements in this machine's byte order only.
-            found = part.view if dtype.isnative else np.empty(extent(box), dtype.newbyteorder("="))
-            target = ts.array(found, copy=False, write=True)
-            self._result(target.write(source.translate_to[0] if box else source), f"array {name!r}", deadline)
-            if not dtype.isnative:
-                part.view[...] = found
+    def jobs(self, wanted: Sequence[tuple[str, Share]], deadline: Deadline) -> list[Job]:
+        """What reads the boxes that shares take of arrays: each job a few chunks, or a large one.
+
+        Raises as `open`, and IntegrityError if an array is not of the shape or type that the checkpoint says.
+        """
+        found = []
+        arrays = self.open([name for name, _ in wanted], deadline)
+        for array, (name, share) in zip(arrays, wanted, strict=True):
+            dtype = share.target.dtype
+            if array.dtype.numpy_dtype != dtype.newbyteorder("=") or array.shape != extent(share.stored_box):
+                raise IntegrityError(
+                    f"array {name!r} in {self._where} is {array.dtype.name}{list(array.shape)}, and the checkpoint "
+                    f"says {dtype}{list(extent(share.stored_box))}."
+                )
+            for box in bands(share.shared, _chunks(array), dtype.itemsize, _BAND_BYTES):
+                part = Share(share.target, share.target_box, share.stored_box, box)
+                what = f"Reading array {name!r} in {self._where}"
+                found.append(Job(what, partial(self._read, name, array, part, deadline)))
+        return found
+
+    def _read(self, name: str, array: ts.TensorStore, share: Share, deadline: Deadline) -> None:
+        what, view, dtype = f"array {name!r}", share.view, share.target.dtype
+        deadline.check(f"Reading {what} in {self._where}")
+        source = array[tuple(slice(*side) for side in share.shared)]
+        # tensorstore has elements in this machine's byte order only.
+        found = view if dtype.isnative else np.empty(view.shape, dtype.newbyteorder("="))
+        target = ts.array(found, copy=False, write=True)
+        self._result(target.write(source.translate_to[0] if share.shared else source), what, deadline)
+        if not dtype.isnative:
+            view[...] = found
 
     def _spec(self, name: str) -> dict[str, Any]:
         prefix = f"{name}/" if name else ""
@@ -125,9 +140,13 @@ class Tensors:
 
     def _result(self, future: Any, what: str, deadline: Deadline) -> Any:
         try:
-            return future.result(timeout=max(deadline.left_s, 0.001))
-        except TimeoutError:
-            raise deadline.error(f"Reading {what} in {self._where}") from None
+            while True:
+                deadline.check(f"Reading {what} in {self._where}")
+                # In slices: it is in vain when another read has failed.
+                with contextlib.suppress(TimeoutError):
+                    return future.result(timeout=min(deadline.left_s, _SLICE_S))
+        except CheckpointError:
+            raise
         except (ValueError, OSError, RuntimeError) as error:
             raise self._meaning(what, error) from error
 
@@ -156,13 +175,13 @@ def _chunks(array: ts.TensorStore) -> tuple[int, ...]:
 
 
 def bands(box: Box, chunks: Sequence[int], itemsize: int, limit_bytes: int) -> Iterator[Box]:
-    """A box cut along the borders of chunks into boxes of `limit_bytes`, or of one chunk where that is larger."""
-    if volume(box) * itemsize > limit_bytes:
-        for axis, ((start, stop), chunk) in enumerate(zip(box, chunks, strict=True)):
-            first, last = start // chunk, -(-stop // chunk)
-            if last - first > 1:
-                cut = (first + last) // 2 * chunk
-                for side in ((start, cut), (cut, stop)):
-                    yield from bands((*box[:axis], side, *box[axis + 1 :]), chunks, itemsize, limit_bytes)
-                return
-    yield box
+    """A box cut along the borders of chunks, so that each piece touches chunks of `limit_bytes`, or a single one."""
+    touched = [(start // chunk, -(-stop // chunk)) for (start, stop), chunk in zip(box, chunks, strict=True)]
+    size = itemsize * math.prod((last - first) * chunk for (first, last), chunk in zip(touched, chunks, strict=True))
+    axis = max(range(len(box)), key=lambda axis: touched[axis][1] - touched[axis][0], default=None)
+    if size <= limit_bytes or axis is None or touched[axis][1] - touched[axis][0] < 2:
+        yield box
+        return
+    (start, stop), cut = box[axis], sum(touched[axis]) // 2 * chunks[axis]
+    for side in ((start, cut), (cut, stop)):
+        yield from bands((*box[:axis], side, *box[axis + 1 :]), chunks, itemsize, limit_bytes)
