@@ -135,8 +135,18 @@ def nothing() -> Any:
     return {"a": {}, "b": None}
 
 
+def ranks() -> Any:
+    """What rank 0 of several has."""
+    return {
+        "w": jnp.arange(40, dtype=jnp.float32).reshape(8, 5),
+        "same": np.arange(4),
+        "own": np.zeros(3, int),
+        "lr": 0.0,
+    }
+
+
 STATES: dict[str, Callable[[], Any]] = {
-    f.__name__: f for f in (training, plain, named, dtypes, unknown, bare, bare_int, texts_only, nothing)
+    f.__name__: f for f in (training, plain, named, dtypes, unknown, bare, bare_int, texts_only, nothing, ranks)
 }
 
 

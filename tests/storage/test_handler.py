@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -206,7 +207,7 @@ def test_paths_are_named_by_step(handler, tmp_path):
 def test_plain_orbax_loads_what_is_saved(handler, tmp_path):
     state = STATES["training"]()
     path = handler.save(tmp_path / "run", state, step=7, metadata={"note": "hi", "array": np.ones(2)})
-    load_with_orbax({"training": path}, tmp_path)
+    load_with_orbax([("training", Path(path))], tmp_path)
     restored = handler.checkpointer.restore(path, abstract(state))
     assert same(restored, state)
 

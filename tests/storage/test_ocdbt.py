@@ -44,8 +44,8 @@ def test_many_leaves_take_few_objects_all_of_them_named(tmp_path):
 
 
 def test_orbax_loads_what_is_written(tmp_path):
-    directories = {name: tmp_path / name for name in STATES}
-    for name, path in directories.items():
+    directories = [(name, tmp_path / name) for name in STATES]
+    for name, path in directories:
         write(hold(STATES[name](), ocdbt=True), path, custom={"note": "hi"})
     load_with_orbax(directories, tmp_path)
 
