@@ -46,7 +46,7 @@ class LeafSpec:
             ValueError: a field is missing, or is not of its type.
         """
         try:
-            fields = {field.name: json[field.name] for field in dataclasses.fields(cls)}
+            fields = {name: json[name] for name in _FIELDS}
             key_path = checked_key_path(json["key_path"])
             spec = cls(**fields | {"shape": tuple(json["shape"]), "key_path": key_path})
         except (KeyError, TypeError, ValueError) as error:
@@ -64,6 +64,9 @@ class LeafSpec:
         if self.kind == "key":
             return f"a {self.key_impl} PRNG key array [{shape}]"
         return f"{self.dtype}[{shape}]"
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(LeafSpec))
 
 
 def checked_key_path(json: Any) -> list[list[Any]]:
