@@ -24,6 +24,7 @@ class Pusher:
         self._send = send
         self._changed = threading.Condition()
         self._queue = Queue()
+        self._news = 0
         self._lanes: set[str] = set()
 
     def enqueue(self, job: PushJob) -> None:
@@ -39,6 +40,12 @@ class Pusher:
         """Pushes of these that have not begun are passed over, and not retried."""
         with self._changed:
             self._queue = pushes.forget(self._queue, generations)
+            self._changed.notify_all()
+
+    def try_again(self) -> None:
+        """Receivers may have been replaced: pushes that wait for their next try are tried now, as if they were new."""
+        with self._changed:
+            self._news += 1
             self._changed.notify_all()
 
     def _run(self, lane: str) -> None:
@@ -59,8 +66,10 @@ class Pusher:
 
     def _attempt(self, job: PushJob) -> None:
         """Tries a job until it is done, pointless, or out of tries. An error here must not end the lane."""
-        for delay in (*RETRY_DELAYS_S, None):
+        delays = iter(RETRY_DELAYS_S)
+        while True:
             with self._changed:
+                news = self._news
                 if job.generation in self._queue.forgotten:
                     return
             try:
@@ -69,6 +78,7 @@ class Pusher:
                 logger.debug("Push of generation %s dropped: %s", job.generation, error)
                 return
             except Exception as error:
+                delay = next(delays, None)
                 if delay is None:
                     logger.warning(
                         "Step %d could not be copied to %s and stays with fewer copies: %s",
@@ -78,5 +88,11 @@ class Pusher:
                     )
                     return
                 logger.info("Push of generation %s to %s failed, trying again: %s", job.generation, job.lane, error)
-            with self._changed:
-                self._changed.wait_for(lambda: job.generation in self._queue.forgotten, delay)
+            if self._pause(job, delay, news):
+                delays = iter(RETRY_DELAYS_S)
+
+    def _pause(self, job: PushJob, delay_s: float, news: int) -> bool:
+        """Waits before the next try; whether there is news of receivers since."""
+        with self._changed:
+            self._changed.wait_for(lambda: job.generation in self._queue.forgotten or self._news != news, delay_s)
+            return self._news != news

@@ -149,11 +149,14 @@ class ReplicaStore:
         """Whom to push to in the group's attempt. Raises StaleAttemptError if a newer one has started."""
         with self._shelf.changed:
             slots_.check_attempt(self._shelf.slots, group.attempt)
+            moved = self._group is None or self._group.addresses != group.addresses
             self._group, self._settings = group, group.settings
             self._shelf.limit(group.settings.max_bytes)
             self._scrub.every(group.settings.scrub_interval_s)
             faults.identify(self._rank())
             self._shelf.update(lambda slots: slots_.fence(slots, group.attempt))
+        if moved:
+            self._pusher.try_again()
 
     def leave_group(self, attempt: int) -> None:
         """No rank of an attempt is its own: it keeps what it holds until that is replaced, and no free memory."""
