@@ -1,0 +1,166 @@
+"""Stock JaxTrainer runs whose snapshots go to storage: reported, and by the stores; then a run that resumes from there.
+
+The runs are made once; the tests look at what they left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import job
+import pyarrow.fs
+import pytest
+import ray
+import stored_job
+from ray import cloudpickle
+from ray.cluster_utils import Cluster
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.jax import JaxTrainer
+
+import ray_jax_ckpt as rjc
+from ray_jax_ckpt.storage.reader import verify
+from ray_jax_ckpt.storage.runs import find_checkpoints
+
+pytestmark = pytest.mark.timeout(480)
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+LOCAL = pyarrow.fs.LocalFileSystem()
+MORE = 3
+
+ORBAX = """
+import sys, numpy as np, jax
+from orbax.checkpoint import v1
+# Orbax needs to be told where things go: the devices that they were on are not here.
+here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+key = jax.random.key(0)
+abstract = {
+    "count": jax.ShapeDtypeStruct((1000,), np.int32, sharding=here),
+    "step": 0,
+    "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=here),
+}
+state = v1.load(sys.argv[1], abstract)
+assert "ray_jax_ckpt" not in sys.modules
+assert (np.asarray(state["count"]) == int(sys.argv[2])).all() and state["count"].shape == (1000,)
+assert state["step"] == int(sys.argv[2])
+assert (jax.random.key_data(state["key"]) == jax.random.key_data(jax.random.key(5))).all()
+print("ok")
+"""
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Cluster]:
+    """A head that never trains, and two nodes with room for one worker each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+        cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0})
+        for module in (job, stored_job):
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            for _ in range(2):
+                cluster.add_node(**NODE)
+            environment = {"env_vars": {"RAY_ADDRESS": cluster.address}}
+            ray.init(address=cluster.address, runtime_env=environment, log_to_driver=False)
+            yield cluster
+        finally:
+            for module in (job, stored_job):
+                cloudpickle.unregister_pickle_by_value(module)
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@dataclasses.dataclass
+class Runs:
+    """What was left behind."""
+
+    storage: Path
+    results: list[Any]
+    attempts: list[Path]
+
+    @property
+    def ours(self) -> dict[int, str]:
+        """Paths of the stores' checkpoints, by step."""
+        return {manifest.step or 0: path for path, manifest in find_checkpoints(LOCAL, str(self.storage / "run"))}
+
+
+def fit(work: Path, number: int, last: int) -> Any:
+    trainer = JaxTrainer(
+        lambda config: stored_job.train(config["directory"], config["last"]),
+        train_loop_config={"directory": work / f"attempt{number}", "last": last},
+        jax_config=rjc.JaxConfig(platform="cpu"),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            name="run",
+            storage_path=str(work / "storage"),
+            failure_config=FailureConfig(max_failures=1),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            callbacks=[
+                rjc.CheckpointManager(
+                    snapshot=rjc.SnapshotConfig(every_n_steps=1, copies=2),
+                    persist=rjc.PersistConfig(every_n_steps=5, num_to_keep=2),
+                )
+            ],
+            worker_runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},
+        ),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trainer.fit()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    work = tmp_path_factory.mktemp("stored")
+    found = Runs(work / "storage", [], [])
+    with cluster():
+        for number, last in ((1, stored_job.STEPS), (2, stored_job.STEPS + MORE)):
+            (work / f"attempt{number}").mkdir()
+            found.results.append(fit(work, number, last))
+            found.attempts.append(work / f"attempt{number}")
+    return found
+
+
+def load_with_orbax(path: str, step: int) -> None:
+    found = subprocess.run([sys.executable, "-c", ORBAX, path, str(step)], capture_output=True, text=True, cwd="/")
+    assert found.stdout.strip() == "ok", found.stderr
+
+
+def test_reported_snapshots_are_checkpoints_that_plain_orbax_reads(runs):
+    best = [checkpoint for checkpoint, _ in runs.results[0].best_checkpoints]
+    steps = []
+    for checkpoint in best:
+        manifest = verify(LOCAL, checkpoint.path)
+        steps.append(manifest.step)
+        load_with_orbax(checkpoint.path, manifest.step)
+    # Each in one of Ray's two modes.
+    assert sorted(steps) == [8, 12]
+    assert runs.results[0].checkpoint.path in [checkpoint.path for checkpoint in best]
+
+
+def test_the_stores_wrote_what_was_due_and_the_last_step(runs):
+    events = [json.loads(line) for line in (runs.storage / "run/ray_jax_ckpt/events.jsonl").read_text().splitlines()]
+    written = [event["step"] for event in events if event["event"] == "persisted"]
+    # The last step of each run, whatever else was due when.
+    assert {stored_job.STEPS, stored_job.STEPS + MORE} <= set(written)
+    assert set(runs.ours) == set(sorted(written)[-2:])
+    for step, path in runs.ours.items():
+        verify(LOCAL, path)
+        load_with_orbax(path, step)
+
+
+def test_a_new_run_of_the_same_name_goes_on_from_storage(runs):
+    for rank in (0, 1):
+        (restored,) = job.read(runs.attempts[1], 1, rank, "restored")
+        assert (restored["step"], restored["source"]) == (stored_job.STEPS, "storage")
+        assert restored["counts"] == [stored_job.STEPS]
+        assert restored["data"] == {"taken": stored_job.STEPS * 10 + rank}
