@@ -98,6 +98,11 @@ def reading(what: str) -> Iterator[None]:
         raise StorageError(f"{what} failed: {_meaning(error)}{error}") from error
 
 
+def is_final(error: Exception) -> bool:
+    """Whether asking once more cannot help: what is asked for is forbidden, or addressed wrongly."""
+    return any(code in str(error) for code in _MEANINGS if code != "NETWORK_CONNECTION")
+
+
 def _meaning(error: Exception) -> str:
     text = str(error)
     return next((f"{words} " for code, words in _MEANINGS.items() if code in text), "")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ray_jax_ckpt.errors import RestoreTimeoutError, StorageError
+from ray_jax_ckpt.storage.filesystem import is_final
 
 Value = TypeVar("Value")
 
@@ -137,15 +138,15 @@ def retried(call: Callable[[], Value], deadline: Deadline, what: str) -> Value:
     """The result of a call that is made again, after a growing pause, while storage fails in ways that may pass.
 
     Raises:
-        StorageError: It failed `ATTEMPTS` times.
+        StorageError: It failed `ATTEMPTS` times, or access is denied.
         RestoreTimeoutError: The deadline came first.
     """
     for attempt in range(ATTEMPTS):
         deadline.check(what)
         try:
             return call()
-        except StorageError:
-            if attempt == ATTEMPTS - 1:
+        except StorageError as error:
+            if attempt == ATTEMPTS - 1 or is_final(error):
                 raise
             # Many ranks that were throttled together must not come back together.
             pause_s = _FIRST_PAUSE_S * 4**attempt * random.uniform(0.5, 1.5)

@@ -137,18 +137,25 @@ def test_a_read_that_fails_now_and_then_is_made_again():
     assert read_bytes(on(store), segment, soon()) == bytes(range(200))
 
 
-def test_storage_that_goes_on_failing_is_an_error_with_its_words():
+@pytest.mark.parametrize(
+    ("text", "words", "tries"),
+    [
+        ("AWS Error SLOW_DOWN during GetObject", "SLOW_DOWN", streams.ATTEMPTS),
+        ("AWS Error ACCESS_DENIED during GetObject", "credentials do not allow it.*ACCESS_DENIED", 1),
+    ],
+)
+def test_storage_that_goes_on_failing_is_an_error_with_its_words(text, words, tries):
     store, segment = stored(bytes(10))
     calls = []
 
     def fail(key: str, start: int) -> None:
         calls.append(start)
-        raise OSError("AWS Error ACCESS_DENIED during GetObject")
+        raise OSError(text)
 
     store.before_read = fail
-    with pytest.raises(StorageError, match=r"Reading bucket/file .*credentials do not allow it.*ACCESS_DENIED"):
+    with pytest.raises(StorageError, match=f"Reading bucket/file .*{words}"):
         read_bytes(on(store), segment, soon())
-    assert len(calls) == streams.ATTEMPTS
+    assert len(calls) == tries
 
 
 def test_storage_that_hangs_ends_in_a_timeout_that_names_the_file():
