@@ -26,14 +26,14 @@ from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.recovery import Want
 from ray_jax_ckpt.model.shards import whole, within
 from ray_jax_ckpt.storage.entries import Empty, Entry, TemplateLeaf, index_of
-from ray_jax_ckpt.storage.filesystem import describe, join, reading
+from ray_jax_ckpt.storage.filesystem import describe, join
 from ray_jax_ckpt.storage.loopback import PlainFiles
-from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST, MAX_LEAVES, MAX_MANIFEST_BYTES, check_path
+from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST, MAX_LEAVES, check_path
 from ray_jax_ckpt.storage.markers import unmarked
-from ray_jax_ckpt.storage.segments import Share
+from ray_jax_ckpt.storage.segments import Share, read_small
 from ray_jax_ckpt.storage.source import Landings
 from ray_jax_ckpt.storage.steps import step_of
-from ray_jax_ckpt.storage.streams import Deadline, run
+from ray_jax_ckpt.storage.streams import ASK_S, Deadline, ask, run
 from ray_jax_ckpt.storage.tensors import Tensors
 from ray_jax_ckpt.values import encode_value
 
@@ -45,7 +45,9 @@ _KINDS = {"jax.Array": "array", "np.ndarray": "numpy", "scalar": "scalar", "stri
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
-def find_tree(filesystem: pafs.FileSystem, path: str, *, depth: int = 2) -> str | None:
+def find_tree(
+    filesystem: pafs.FileSystem, path: str, deadline: Deadline | None = None, *, depth: int = 2
+) -> str | None:
     """The directory of the tree of an Orbax checkpoint; None if there is none at or directly below a path.
 
     Where all that is there is one directory, as in a report to Ray that holds one checkpoint, it is looked into too.
@@ -53,6 +55,7 @@ def find_tree(filesystem: pafs.FileSystem, path: str, *, depth: int = 2) -> str 
     Args:
         filesystem: Where to look.
         path: At what.
+        deadline: When to give up; None: two minutes from now.
         depth: Into how many such directories.
 
     Raises:
@@ -62,30 +65,29 @@ def find_tree(filesystem: pafs.FileSystem, path: str, *, depth: int = 2) -> str 
     """
     if _TEMPORARY in os.path.basename(path):
         return None
-    with reading(f"Listing {describe(filesystem, path)}"):
-        listed = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+    until = deadline or Deadline.after(ASK_S)
+    selector, where = pafs.FileSelector(path, allow_not_found=True), describe(filesystem, path)
+    listed = ask(lambda: filesystem.get_file_info(selector), f"Listing {where}", until)
     names = {info.base_name: info.type for info in listed}
     if TREE in names:
         return path
     below = sorted(name for name, kind in names.items() if kind == pafs.FileType.Directory and _TEMPORARY not in name)
-    with reading(f"Looking into {describe(filesystem, path)}"):
-        infos = filesystem.get_file_info([join(path, name, TREE) for name in below])
+    asked = [join(path, name, TREE) for name in below]
+    infos = ask(lambda: filesystem.get_file_info(asked), f"Looking into {where}", until)
     trees = [name for name, info in zip(below, infos, strict=True) if info.type == pafs.FileType.File]
     steps = [name for name in trees if step_of(name) is not None]
     chosen = next((name for name in _PREFERRED if name in trees), None)
     if chosen is None and trees and not steps:
         if len(trees) > 1:
-            raise NoCheckpointError(
-                f"{describe(filesystem, path)} holds several trees: {', '.join(trees[:10])}. Give the path of one."
-            )
+            raise NoCheckpointError(f"{where} holds several trees: {', '.join(trees[:10])}. Give the path of one.")
         chosen = trees[0]
     if chosen is None and names.get("checkpoint") == pafs.FileType.File:
         raise NotSupportedError(
-            f"{describe(filesystem, path)} was written by flax or by an Orbax of the time before {TREE}. Load it with "
+            f"{where} was written by flax or by an Orbax of the time before {TREE}. Load it with "
             "Orbax and save it again."
         )
     if chosen is None and not steps and len(below) == 1 and depth and step_of(below[0]) is None:
-        return find_tree(filesystem, join(path, below[0]), depth=depth - 1)
+        return find_tree(filesystem, join(path, below[0]), until, depth=depth - 1)
     return None if chosen is None else join(path, chosen)
 
 
@@ -118,7 +120,8 @@ class Foreign:
         self._where = describe(filesystem, path)
         self.step = step
         self.metrics: Mapping[int, Mapping[str, float]] = {}
-        tree = _json(filesystem, join(path, TREE))
+        deadline = Deadline.after(timeout_s)
+        tree = _json(filesystem, join(path, TREE), deadline)
         custom = tree.get("custom_metadata")
         if isinstance(custom, dict) and FOLDER in custom:
             raise NoCheckpointError(f"The checkpoint at {self._where} was not finished: it lacks {MANIFEST}.")
@@ -140,7 +143,7 @@ class Foreign:
         )
         self._landings = Landings(self._where, available_bytes)
         try:
-            self._content = unmarked(*self._read(tree, Deadline.after(timeout_s)), self._whole)
+            self._content = unmarked(*self._read(tree, deadline), self._whole)
         except BaseException:
             self._tensors.close()
             raise
@@ -215,8 +218,8 @@ class Foreign:
             _check_name(name, kind, self._where)
         arrays = [name for name, (_, kind) in zip(names, leaves, strict=True) if kind != "string"]
         tensors = dict(zip(arrays, self._tensors.open(arrays, deadline), strict=True))
-        impls = self._key_impls() if "jax.Array" in {kind for _, kind in leaves} else {}
-        texts = _json(self._filesystem, join(self._path, _STRINGS)) if len(arrays) < len(names) else {}
+        impls = self._key_impls(deadline) if "jax.Array" in {kind for _, kind in leaves} else {}
+        texts = _json(self._filesystem, join(self._path, _STRINGS), deadline) if len(arrays) < len(names) else {}
         numbers = self._numbers([name for name in arrays if not tensors[name].shape], deadline)
         entries = []
         for name, (keys, kind) in zip(names, leaves, strict=True):
@@ -238,16 +241,16 @@ class Foreign:
         self._run([(name, Share(target, (), (), ())) for name, target in found.items()], deadline)
         return {name: target[()] for name, target in found.items()}
 
-    def _key_impls(self) -> dict[str, str]:
+    def _key_impls(self, deadline: Deadline) -> dict[str, str]:
         """PRNG implementation of each array that is the data of keys."""
         path = join(self._path, _ARRAYS)
-        with reading(f"Listing {describe(self._filesystem, path)}"):
-            listed = self._filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+        selector, what = pafs.FileSelector(path, allow_not_found=True), f"Listing {describe(self._filesystem, path)}"
+        listed = ask(lambda: self._filesystem.get_file_info(selector), what, deadline)
         files = sorted(info.path for info in listed if info.base_name.startswith("process_"))
         if not files:
             return {}
         # All processes write the same.
-        described = _json(self._filesystem, files[0])
+        described = _json(self._filesystem, files[0], deadline)
         try:
             arrays = [one["array_metadata"] for one in described.get("array_metadatas", ())]
             impls = {str(one["param_name"]): (one.get("ext_metadata") or {}).get("random_key_impl") for one in arrays}
@@ -280,12 +283,8 @@ def _check_links(path: str) -> None:
                 raise IntegrityError(f"{found} is a link to {os.path.realpath(found)}, outside of the checkpoint.")
 
 
-def _json(filesystem: pafs.FileSystem, path: str) -> dict[str, Any]:
-    where = describe(filesystem, path)
-    with reading(f"Reading {where}"), filesystem.open_input_stream(path) as file:
-        raw = file.read(MAX_MANIFEST_BYTES + 1)
-    if len(raw) > MAX_MANIFEST_BYTES:
-        raise IntegrityError(f"{where} has more than the {MAX_MANIFEST_BYTES} bytes that are read at most.")
+def _json(filesystem: pafs.FileSystem, path: str, deadline: Deadline) -> dict[str, Any]:
+    where, raw = describe(filesystem, path), read_small(filesystem, path, deadline)
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:

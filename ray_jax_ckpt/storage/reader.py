@@ -16,7 +16,7 @@ from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.model.placement import host_part_id
 from ray_jax_ckpt.model.recovery import NotHeldError, Stored, Want
 from ray_jax_ckpt.model.shards import Box, covers, volume, whole
-from ray_jax_ckpt.storage.filesystem import describe, join, reading
+from ray_jax_ckpt.storage.filesystem import describe, join
 from ray_jax_ckpt.storage.grid import chunks_of
 from ray_jax_ckpt.storage.loopback import VerifiedFiles
 from ray_jax_ckpt.storage.manifest import (
@@ -32,39 +32,40 @@ from ray_jax_ckpt.storage.manifest import (
     rank_blob,
     rank_file,
 )
-from ray_jax_ckpt.storage.segments import Segment, Share, check, read, read_bytes
+from ray_jax_ckpt.storage.segments import Segment, Share, check, read, read_bytes, read_small
 from ray_jax_ckpt.storage.source import Landings
-from ray_jax_ckpt.storage.streams import Deadline, Job, run
+from ray_jax_ckpt.storage.streams import Deadline, Job, ask, run
 from ray_jax_ckpt.storage.tensors import Tensors
 
 ARRAYS = "arrays"
 """Part of the leaves that all ranks shared."""
 
 
-def read_manifest(filesystem: pafs.FileSystem, path: str) -> Manifest:
+def read_manifest(filesystem: pafs.FileSystem, path: str, deadline: Deadline | None = None) -> Manifest:
     """The manifest of a checkpoint's directory.
+
+    Args:
+        filesystem: Where it is.
+        path: Of the directory.
+        deadline: When to give up; None: two minutes from now.
 
     Raises:
         NoCheckpointError: There is none: no checkpoint of this package, or one that was not finished.
         IntegrityError: It is damaged.
-        StorageError: It cannot be read.
+        StorageError, RestoreTimeoutError: It cannot be read.
     """
     where = join(path, MANIFEST)
-    with reading(f"Reading {describe(filesystem, where)}"):
-        size = filesystem.get_file_info(where).size
-        if size is not None and size > MAX_MANIFEST_BYTES:
-            raise IntegrityError(f"{where} has {size} bytes, and {MAX_MANIFEST_BYTES} are read at most.")
-        with filesystem.open_input_stream(where) as file:
-            return parse_manifest(file.read(MAX_MANIFEST_BYTES + 1), describe(filesystem, where))
+    return parse_manifest(read_small(filesystem, where, deadline), describe(filesystem, where))
 
 
-def lacking(filesystem: pafs.FileSystem, path: str, manifest: Manifest) -> list[str]:
+def lacking(filesystem: pafs.FileSystem, path: str, manifest: Manifest, deadline: Deadline | None = None) -> list[str]:
     """What the directory lacks of its checkpoint, by a listing: a line for each file that is not there in its size.
 
     Digests are compared when bytes are read, or by `verify`.
     """
-    with reading(f"Listing {describe(filesystem, path)}"):
-        listed = filesystem.get_file_info(pafs.FileSelector(path, recursive=True, allow_not_found=True))
+    selector = pafs.FileSelector(path, recursive=True, allow_not_found=True)
+    what = f"Listing {describe(filesystem, path)}"
+    listed = ask(lambda: filesystem.get_file_info(selector), what, deadline)
     prefix = len(path.rstrip("/")) + 1
     sizes = {info.path[prefix:]: info.size for info in listed if info.type == pafs.FileType.File}
     return [
@@ -113,8 +114,9 @@ class Reader:
         listed: bool = True,
     ) -> None:
         self._filesystem, self._path, self._streams, self._timeout_s = filesystem, path, streams, timeout_s
-        self.manifest = read_manifest(filesystem, path)
-        if listed and (found := lacking(filesystem, path, self.manifest)):
+        deadline = Deadline.after(timeout_s)
+        self.manifest = read_manifest(filesystem, path, deadline)
+        if listed and (found := lacking(filesystem, path, self.manifest, deadline)):
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
             raise IntegrityError(
                 f"{describe(filesystem, path)} is not complete: {', '.join(found[:5])}{more}. Restore another one."

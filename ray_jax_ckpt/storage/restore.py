@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,13 @@ from ray_jax_ckpt.arrays.skeleton import Skeleton
 from ray_jax_ckpt.data_state import decode_states
 from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError
 from ray_jax_ckpt.model.leaves import LeafSpec
-from ray_jax_ckpt.storage.filesystem import Place, describe, join, reading, resolve
+from ray_jax_ckpt.storage.filesystem import Place, describe, join, resolve
 from ray_jax_ckpt.storage.foreign import TREE, Foreign, find_tree
 from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST
 from ray_jax_ckpt.storage.reader import Reader
 from ray_jax_ckpt.storage.source import Source
 from ray_jax_ckpt.storage.steps import list_steps, step_of
+from ray_jax_ckpt.storage.streams import Deadline, ask
 from ray_jax_ckpt.system import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -99,9 +100,10 @@ def load(
         with open_checkpoint((place[0], path), rank=rank, streams=streams, timeout_s=timeout_s) as source:
             return _restore(source, path, abstract_state, shardings, Options(partial, cast), (rank, world_size))
 
-    if _is_checkpoint(place):
+    deadline = Deadline.after(timeout_s)
+    if _is_checkpoint(place, deadline):
         return restored(place[1])
-    return _newest(place, restored)
+    return _newest(place, restored, deadline)
 
 
 def load_data(place: Place, *, timeout_s: float = TIMEOUT_S) -> Mapping[int, Any]:
@@ -122,14 +124,14 @@ def open_checkpoint(place: Place, *, rank: int = 0, streams: int = STREAMS, time
     Raises:
         NoCheckpointError, IntegrityError, NotSupportedError, StorageError, RestoreTimeoutError: As `load`.
     """
-    (filesystem, path), free = place, available_bytes()
+    (filesystem, path), free, deadline = place, available_bytes(), Deadline.after(timeout_s)
     effort: Any = {"streams": streams, "timeout_s": timeout_s, "available_bytes": free}
     try:
         return Reader(filesystem, path, listed=rank == 0, **effort)
     except NoCheckpointError:
-        if not _is_foreign(place):
+        if not _is_foreign(place, deadline):
             raise _nothing(place) from None
-    found = find_tree(filesystem, path)
+    found = find_tree(filesystem, path, deadline)
     if found is None:
         raise _nothing(place)
     return Foreign(filesystem, found, step=step_of(path), **effort)
@@ -157,11 +159,11 @@ def _check_skeleton(text: str, path: str) -> None:
         raise IntegrityError(f"What {path} says of its tree is damaged: {type(error).__name__}: {error}.") from None
 
 
-def _newest(place: Place, restored: Any) -> Loaded:
+def _newest(place: Place, restored: Callable[[str], Loaded], deadline: Deadline) -> Loaded:
     """The newest step that is whole; what is not is passed over with a warning."""
     filesystem, path = place
     failed: list[str] = []
-    for name in reversed(list_steps(filesystem, path).values()):
+    for name in reversed(list_steps(filesystem, path, deadline).values()):
         try:
             found = restored(join(path, name))
         except (NoCheckpointError, IntegrityError) as error:
@@ -174,19 +176,21 @@ def _newest(place: Place, restored: Any) -> Loaded:
     raise _nothing(place)
 
 
-def _is_checkpoint(place: Place) -> bool:
+def _is_checkpoint(place: Place, deadline: Deadline) -> bool:
     """Whether a path is that of a checkpoint, whole or not."""
     filesystem, path = place
-    with reading(f"Looking at {describe(*place)}"):
-        infos = filesystem.get_file_info([join(path, MANIFEST), join(path, FOLDER)])
-    return any(info.type != pafs.FileType.NotFound for info in infos) or find_tree(filesystem, path) is not None
+    names = [join(path, MANIFEST), join(path, FOLDER)]
+    infos = ask(lambda: filesystem.get_file_info(names), f"Looking at {describe(*place)}", deadline)
+    if any(info.type != pafs.FileType.NotFound for info in infos):
+        return True
+    return find_tree(filesystem, path, deadline) is not None
 
 
-def _is_foreign(place: Place) -> bool:
+def _is_foreign(place: Place, deadline: Deadline) -> bool:
     """Whether a directory without manifest may be Orbax's own: not if this package began to write it."""
     filesystem, path = place
-    with reading(f"Looking at {describe(*place)}"):
-        return filesystem.get_file_info(join(path, FOLDER)).type == pafs.FileType.NotFound
+    what = f"Looking at {describe(*place)}"
+    return ask(lambda: filesystem.get_file_info(join(path, FOLDER)), what, deadline).type == pafs.FileType.NotFound
 
 
 def _nothing(place: Place) -> NoCheckpointError:

@@ -16,8 +16,8 @@ from ray_jax_ckpt.digest import Digester
 from ray_jax_ckpt.errors import IntegrityError
 from ray_jax_ckpt.model.shards import Box, extent, intersect, volume, within
 from ray_jax_ckpt.storage.filesystem import describe, reading
-from ray_jax_ckpt.storage.manifest import BLOCK_BYTES, FileRecord
-from ray_jax_ckpt.storage.streams import Deadline, retried
+from ray_jax_ckpt.storage.manifest import BLOCK_BYTES, MAX_MANIFEST_BYTES, FileRecord
+from ray_jax_ckpt.storage.streams import Deadline, ask, retried
 
 PIECE_BYTES = 4 << 20
 """What is read at a time where bytes do not go straight to where they belong."""
@@ -169,6 +169,25 @@ def read(filesystem: pafs.FileSystem, segment: Segment, shares: Sequence[Share],
             retried(partial(_pieces, filesystem, segment, run, buffers, deadline), deadline, what)
         else:
             retried(partial(_spread, filesystem, segment, run, step, shares, deadline), deadline, what)
+
+
+def read_small(filesystem: pafs.FileSystem, path: str, deadline: Deadline | None = None) -> bytes:
+    """All of a file whose digest is not known; no more than `MAX_MANIFEST_BYTES`.
+
+    Raises:
+        IntegrityError: It is larger.
+        NoCheckpointError, StorageError, RestoreTimeoutError: It cannot be read.
+    """
+    where = describe(filesystem, path)
+
+    def take() -> bytes:
+        with filesystem.open_input_stream(path) as file:
+            return file.read(MAX_MANIFEST_BYTES + 1)
+
+    content = ask(take, f"Reading {where}", deadline)
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise IntegrityError(f"{where} has more than the {MAX_MANIFEST_BYTES} bytes that are read at most.")
+    return content
 
 
 def read_bytes(filesystem: pafs.FileSystem, segment: Segment, deadline: Deadline) -> bytearray:

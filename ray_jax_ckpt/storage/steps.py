@@ -6,7 +6,8 @@ import re
 
 import pyarrow.fs as pafs
 
-from ray_jax_ckpt.storage.filesystem import describe, reading
+from ray_jax_ckpt.storage.filesystem import describe
+from ray_jax_ckpt.storage.streams import Deadline, ask
 
 UNNUMBERED = "checkpoint"
 """Directory of a checkpoint that was saved without a step."""
@@ -27,13 +28,13 @@ def step_of(path: str) -> int | None:
     return None if found is None or _RAY.fullmatch(name) else int(found[1])
 
 
-def list_steps(filesystem: pafs.FileSystem, path: str) -> dict[int, str]:
+def list_steps(filesystem: pafs.FileSystem, path: str, deadline: Deadline | None = None) -> dict[int, str]:
     """Names of directories that stand for a step, by step, in ascending order; none if there is no such directory.
 
     Whether one holds a whole checkpoint is not looked at. Where two stand for the same step, "ckpt-" comes first.
     """
-    with reading(f"Listing {describe(filesystem, path)}"):
-        listed = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+    selector, what = pafs.FileSelector(path, allow_not_found=True), f"Listing {describe(filesystem, path)}"
+    listed = ask(lambda: filesystem.get_file_info(selector), what, deadline)
     found: dict[int, str] = {}
     for name in sorted((info.base_name for info in listed if info.type == pafs.FileType.Directory), reverse=True):
         step = step_of(name)

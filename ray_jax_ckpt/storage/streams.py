@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ray_jax_ckpt.errors import RestoreTimeoutError, StorageError
-from ray_jax_ckpt.storage.filesystem import is_final
+from ray_jax_ckpt.storage.filesystem import is_final, reading
 
 Value = TypeVar("Value")
 
 ATTEMPTS = 4
+ASK_S = 120.0
 _FIRST_PAUSE_S = 0.1
 _GRACE_S = 1.0
 
@@ -132,6 +133,28 @@ def _work(
         finally:
             running.pop(number, None)
         done.put(None)
+
+
+def ask(call: Callable[[], Value], what: str, deadline: Deadline | None = None) -> Value:
+    """The result of a call to a filesystem that reads little, such as a listing: bounded, and made again if it fails.
+
+    Args:
+        call: Any number of times.
+        what: It does, for messages.
+        deadline: None: `ASK_S` from now.
+
+    Raises:
+        NoCheckpointError: What is asked for is not there.
+        StorageError, RestoreTimeoutError: As `retried`.
+    """
+    until, found = deadline or Deadline.after(ASK_S), list[Value]()
+
+    def once() -> Value:
+        with reading(what):
+            return call()
+
+    run([Job(what, lambda: found.append(retried(once, until, what)))], streams=1, deadline=until)
+    return found[0]
 
 
 def retried(call: Callable[[], Value], deadline: Deadline, what: str) -> Value:

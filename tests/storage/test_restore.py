@@ -284,6 +284,6 @@ def test_a_forged_manifest_is_refused(copy, change, kind):
 
 
 def test_a_manifest_that_is_too_large_is_not_read(copy, monkeypatch):
-    monkeypatch.setattr("ray_jax_ckpt.storage.reader.MAX_MANIFEST_BYTES", 100)
-    with pytest.raises(IntegrityError, match="100 are read at most"):
+    monkeypatch.setattr("ray_jax_ckpt.storage.segments.MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(IntegrityError, match="more than the 100 bytes"):
         load(copy)
