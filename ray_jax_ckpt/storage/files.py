@@ -51,6 +51,21 @@ def is_denied(error: BaseException) -> bool:
     return denied or any(word in str(error) for word in _DENIED_WORDS)
 
 
+def for_small_files(filesystem: pyarrow.fs.FileSystem) -> pyarrow.fs.FileSystem:
+    """The same filesystem, that takes a small file in one request where it can.
+
+    S3 gets each file as an upload of parts, which is three requests, unless its opening may be delayed. Whoever makes
+    the filesystem would have to know that. (Measured: 150 leaves, 50 ms latency, 4 streams: 10 s instead of 19 s.)
+    """
+    if isinstance(filesystem, pyarrow.fs.SubTreeFileSystem):
+        return pyarrow.fs.SubTreeFileSystem(filesystem.base_path, for_small_files(filesystem.base_fs))
+    if not isinstance(filesystem, pyarrow.fs.S3FileSystem):
+        return filesystem
+    # What pickling keeps of it is all that makes it, but for a strategy of retries, and each file is tried again here.
+    make, (options,) = filesystem.__reduce__()
+    return make({**options, "allow_delayed_open": True})
+
+
 def open_output(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
     """Opens a file for writing, and makes the directories above it where there are such and they are missing.
 

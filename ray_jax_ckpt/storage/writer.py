@@ -7,6 +7,7 @@ is no checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import random
@@ -22,7 +23,16 @@ import pyarrow.fs
 
 from ray_jax_ckpt.digest import Digester
 from ray_jax_ckpt.errors import IntegrityError, PersistError, PersistExistsError
-from ray_jax_ckpt.storage.files import TEMPORARY, exists, is_permanent, open_output, remove_file, remove_tree, renames
+from ray_jax_ckpt.storage.files import (
+    TEMPORARY,
+    exists,
+    for_small_files,
+    is_permanent,
+    open_output,
+    remove_file,
+    remove_tree,
+    renames,
+)
 from ray_jax_ckpt.storage.limiter import Limiter
 from ray_jax_ckpt.storage.manifest import BLOCK_BYTES, FOLDER, MANIFEST, FileRecord, Manifest
 from ray_jax_ckpt.storage.plan import PlannedFile
@@ -33,6 +43,7 @@ Read = Callable[[str, int, int], np.ndarray]
 """Called as `read(part, offset, num_bytes)` from several threads; returns these bytes of the generation, as uint8."""
 
 _CHUNK_BYTES = 8 << 20  # divides BLOCK_BYTES; S3 takes parts of 5 MiB or more
+_SMALL_PER_STREAM = 4
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.2, 30.0
 
 
@@ -41,7 +52,7 @@ class Effort:
     """How hard to try.
 
     Attributes:
-        streams: Files that are written at the same time.
+        streams: Files that are written at the same time; of those below 8 MiB, which mostly wait, four times as many.
         retries: How often a file is tried again.
         timeout_s: For everything.
         limiter: Bound on the bandwidth, shared with whoever has the same one.
@@ -67,6 +78,11 @@ class Target:
     def __init__(self, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
         self.filesystem, self.path = filesystem, path.rstrip("/")
         self.base = self.path + TEMPORARY if renames(filesystem) else self.path
+        self._sink = for_small_files(filesystem)
+
+    def open(self, path: str) -> Any:
+        """A stream into a file of the directory."""
+        return open_output(self._sink, f"{self.base}/{path}")
 
     def prepare(self, *, overwrite: bool = False) -> None:
         """Removes what an earlier try left. Called once, before anybody writes.
@@ -163,9 +179,10 @@ class _Job:
         self._todo: queue.SimpleQueue[PlannedFile | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[PlannedFile, FileRecord | BaseException]] = queue.SimpleQueue()
         self._stop = threading.Event()
+        self._large = threading.Semaphore(effort.streams)
 
     def run(self, files: Sequence[PlannedFile]) -> dict[str, FileRecord]:
-        num_threads = max(1, min(self._effort.streams, len(files)))
+        num_threads = max(1, min(self._effort.streams * _SMALL_PER_STREAM, len(files)))
         for file in files:
             self._todo.put(file)
         for number in range(num_threads):
@@ -194,7 +211,8 @@ class _Job:
     def _work(self) -> None:
         while (file := self._todo.get()) is not None and not self._stop.is_set():
             try:
-                self._done.put((file, self._write(file)))
+                with self._large if file.size >= _CHUNK_BYTES else contextlib.nullcontext():
+                    self._done.put((file, self._write(file)))
             except BaseException as error:
                 # In this order: what made the others stop is what is reported.
                 self._done.put((file, error))
@@ -220,7 +238,7 @@ class _Job:
 
     def _try(self, file: PlannedFile, path: str) -> FileRecord:
         digests = _Digests(file.size)
-        stream = open_output(self._target.filesystem, path)
+        stream = self._target.open(file.path)
         try:
             for chunk in self._chunks(file):
                 self._effort.limiter.take(len(chunk))

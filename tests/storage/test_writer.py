@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import threading
+import time
 
 import fsspec
 import jax.numpy as jnp
@@ -94,6 +95,18 @@ def test_s3_takes_one_in_several_parts_and_without_empty_objects(server):
     check_whole(s3(server), "parts/run/5")
     for info in s3(server).get_file_info(pafs.FileSelector("parts", recursive=True)):
         assert info.type == pafs.FileType.Directory or info.size > 0, info
+
+
+def test_s3_takes_a_small_file_in_one_request(server):
+    make_bucket(server, "small")
+    asked = []
+    with Proxy(server) as proxy:
+        proxy.on_request = lambda piece: (
+            asked.append(piece.split(b" HTTP")[0]) if piece[:4] in (b"PUT ", b"POST") else None
+        )
+        manifest = write(hold(STATE), "small/5", s3(proxy.port))
+    assert len(asked) == len(manifest.files) + 1
+    check_whole(s3(server), "small/5")
 
 
 @pytest.mark.parametrize("injected", [Proxy.CUT, error_response(503, "SlowDown"), error_response(500, "InternalError")])
@@ -239,13 +252,35 @@ def test_several_files_are_written_at_the_same_time(sink):
     waiting = [3]
 
     def meet(path: str) -> None:
-        if "x" in path and waiting[0] > 0:
+        if path.endswith("zarr.json") and waiting[0] > 0:
             waiting[0] -= 1
             together.wait()
 
     sink.on_open = meet
     write(hold({f"x{i}": jnp.ones(3) for i in range(8)}), "b/5", sink.filesystem(), Effort(streams=3, timeout_s=30))
     check_whole(sink.filesystem(), "b/5")
+
+
+def test_of_large_files_only_as_many_as_streams_are_written_at_the_same_time(sink, monkeypatch):
+    monkeypatch.setattr(writer, "_CHUNK_BYTES", 1000)
+    now, most, lock = [0], [0], threading.Lock()
+
+    def enter(path: str) -> None:
+        if "/c/" in path:
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            time.sleep(0.02)  # long enough for others to come, if they could
+
+    def leave(path: str, size: int) -> None:
+        if "/c/" in path and size >= 7000:
+            with lock:
+                now[0] -= 1
+
+    sink.on_open, sink.on_write = enter, leave
+    write(hold({f"x{i}": jnp.ones(2000) for i in range(12)}), "b/5", sink.filesystem(), Effort(streams=2, timeout_s=30))
+    assert now[0] == 0
+    assert most[0] <= 2
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12345])
