@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 import pyarrow.fs as pafs
 import tensorstore as ts
 
-from ray_jax_ckpt.errors import CheckpointError, IntegrityError, StorageError
+from ray_jax_ckpt.errors import CheckpointError, IntegrityError, NotSupportedError, StorageError
 from ray_jax_ckpt.model.shards import Box, extent
 from ray_jax_ckpt.storage.filesystem import describe
 from ray_jax_ckpt.storage.loopback import Files, FileServer
@@ -93,6 +94,7 @@ class Tensors:
             for name, future in zip(batch, futures, strict=True):
                 array = self._result(future, f"array {name!r}", deadline)
                 self._check_chunks(name, array)
+                self._check_codec(name, array)
                 self._arrays[name] = array
         return [self._arrays[name] for name in names]
 
@@ -158,6 +160,15 @@ class Tensors:
         transient = any(code in text for code in ("UNAVAILABLE", "PERMISSION_DENIED", "DEADLINE_EXCEEDED", "UNKNOWN"))
         kind = StorageError if transient else IntegrityError
         return kind(f"{what} in {self._where} cannot be read: {text}")
+
+    def _check_codec(self, name: str, array: ts.TensorStore) -> None:
+        """The others are decoded up to the size of the chunk (0.1.86); this one to what is compressed claims, 2 GiB."""
+        codec = array.codec
+        if codec is not None and '"blosc"' in json.dumps(codec.to_json()):
+            raise NotSupportedError(
+                f"array {name!r} in {self._where} is compressed with blosc, which Orbax never writes and whose chunks "
+                "can decode to more than they should. Load it with another program and save it again."
+            )
 
     def _check_chunks(self, name: str, array: ts.TensorStore) -> None:
         """A chunk is decoded whole: one that claims to be larger than its array would take any amount of memory."""

@@ -237,6 +237,15 @@ def test_shapes_that_cannot_be_are_refused_before_they_take_memory(copy, shape, 
         load(root)
 
 
+def test_a_compression_whose_chunks_decode_to_anything_is_refused(copy):
+    root = copy("zarr2")
+    edit(
+        root / "half/.zarray", lambda t: t.update(compressor={"id": "blosc", "cname": "lz4", "clevel": 1, "shuffle": 1})
+    )
+    with pytest.raises(NotSupportedError, match=r"'half'.*blosc"):
+        load(root)
+
+
 def test_leaves_of_types_that_only_their_writer_knows_are_named(copy):
     root = copy("zarr3")
     edit(root / "_METADATA", lambda t: t["tree_metadata"]["('half',)"]["value_metadata"].update(value_type="mine"))
