@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ray_jax_ckpt.arrays.snapshotter import Snapshotter
     from ray_jax_ckpt.config import PersistConfig, SnapshotConfig, TlsConfig
     from ray_jax_ckpt.handler import OrbaxCheckpointHandler
+    from ray_jax_ckpt.listing import CheckpointInfo, checkpoints
     from ray_jax_ckpt.manager import CheckpointManager
     from ray_jax_ckpt.restored import Restored
     from ray_jax_ckpt.trainer import JaxConfig
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointInfo",
     "CheckpointManager",
     "JaxConfig",
     "OrbaxCheckpointHandler",
@@ -31,6 +33,7 @@ __all__ = [
     "Snapshotter",
     "TlsConfig",
     "__version__",
+    "checkpoints",
     "errors",
     "latest",
     "restore",
@@ -39,6 +42,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "CheckpointInfo": "ray_jax_ckpt.listing",
     "CheckpointManager": "ray_jax_ckpt.manager",
     "JaxConfig": "ray_jax_ckpt.trainer",
     "OrbaxCheckpointHandler": "ray_jax_ckpt.handler",
@@ -47,6 +51,7 @@ _HOME = {
     "SnapshotConfig": "ray_jax_ckpt.config",
     "Snapshotter": "ray_jax_ckpt.arrays.snapshotter",
     "TlsConfig": "ray_jax_ckpt.config",
+    "checkpoints": "ray_jax_ckpt.listing",
     "latest": "ray_jax_ckpt.worker",
     "restore": "ray_jax_ckpt.worker",
     "snapshot": "ray_jax_ckpt.worker",

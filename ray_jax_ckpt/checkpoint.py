@@ -56,6 +56,10 @@ class SnapshotCheckpoint(ray.train.Checkpoint):
         self.metrics = dict(metrics or {})
         self._whole = whole
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Elsewhere it stands for the snapshot, and has no files."""
+        return {**self.__dict__, "_whole": None}
+
     def __repr__(self) -> str:
         return f"SnapshotCheckpoint(step={self.step}, generation={self.generation})"
 
@@ -124,6 +128,9 @@ class _MemoryFiles(_Refusing):
 
     def __init__(self, path: str, step: int, files: Files | None) -> None:
         self._path, self._step, self._files = path, step, files
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": None}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _MemoryFiles) and (other._path, other._files) == (self._path, self._files)

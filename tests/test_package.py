@@ -87,7 +87,8 @@ def test_wheel_ships_every_module_and_the_type_marker(tmp_path: Path) -> None:
     [wheel] = tmp_path.glob("*.whl")
     assert wheel.name == f"ray_jax_ckpt-{ray_jax_ckpt.__version__}-py3-none-any.whl"
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {str(path.relative_to(_ROOT)) for path in _PACKAGE.rglob("*.py")} | {"ray_jax_ckpt/py.typed"}
+    modules = {str(path.relative_to(_ROOT)) for path in _PACKAGE.rglob("*.py")}
+    expected = modules | {"ray_jax_ckpt/py.typed", "ray_jax_ckpt/storage/FORMAT.md"}
     assert shipped == expected
 
 

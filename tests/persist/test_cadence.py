@@ -160,3 +160,19 @@ print("ok")
 """
     found = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, cwd="/")
     assert found.stdout.strip() == "ok", found.stderr
+
+
+def test_anybody_can_list_what_is_there_and_restore_it(run_of):
+    run = run_of(every_n_steps=1)
+    for step in (1, 2):
+        run.take_at(step, state_of(step), metrics={"loss": 1.0 / step})
+        eventually(lambda step=step: step in run.steps(), 60)
+    older, newer = rjc.checkpoints(run.path)
+    assert (older.step, newer.step, newer.metrics) == (1, 2, {"loss": 0.5})
+    # No whole checkpoint any more.
+    next(Path(older.path).glob("w/c/*")).unlink()
+    assert [one.step for one in rjc.checkpoints((run.path, run.filesystem))] == [2]
+    restored = run.all_ranks(lambda rank: rjc.restore(newer, state_of(0)))
+    for one in restored:
+        assert_identical(one.state, state_of(2))
+    assert rjc.checkpoints(str(Path(run.path).parent / "nothing")) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -137,3 +138,13 @@ def test_a_state_that_no_checkpoint_can_hold_stays_in_memory_only(run, caplog):
     found = run.all_ranks(lambda rank: rjc.restore(first, ambiguous).state)
     for state in found:
         assert_identical(state, ambiguous)
+
+
+def test_a_handle_travels_without_its_files(run):
+    first, _ = handles(run)
+    copy = pickle.loads(pickle.dumps(first))
+    assert (copy.generation, copy.metrics) == (first.generation, first.metrics)
+    with pytest.raises(NotSupportedError, match="only in the train function"):
+        copy.to_directory()
+    for state in run.all_ranks(lambda rank: rjc.restore(copy, state_of(rank)).state):
+        assert_identical({**state, "mine": None}, {**state_of(), "mine": None})

@@ -1,0 +1,59 @@
+"""Which checkpoints of a run are on storage: for the driver, or any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow.fs
+
+from ray_jax_ckpt.storage.filesystem import reading, resolve
+from ray_jax_ckpt.storage.reader import lacking
+from ray_jax_ckpt.storage.runs import find_checkpoints
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint that the stores of a run have written. `restore` takes it.
+
+    Attributes:
+        path: Of its directory.
+        filesystem: That this is on.
+        step: The training step.
+        attempt: Which start of a worker group took it.
+        metrics: What `snapshot(metrics=...)` was given on rank 0.
+        created_at_s: Unix time.
+    """
+
+    path: str
+    filesystem: pyarrow.fs.FileSystem = field(repr=False)
+    step: int
+    attempt: int
+    metrics: Mapping[str, float]
+    created_at_s: float
+
+
+def checkpoints(run: Any, *, filesystem: Any = None) -> list[CheckpointInfo]:
+    """The checkpoints that the stores of a run have written (`PersistConfig`), oldest first; the last is the newest.
+
+    Any process may call it, with or without Ray. Only those are listed that have a manifest and every file that it
+    names in its size; digests are compared when one is restored. What was reported to Ray is in Ray's `Result` instead.
+
+    Args:
+        run: The run's directory, `<storage_path>/<name>`, as a path, a URI or a (path, filesystem) pair; or the
+            `Result` of its `fit()`.
+        filesystem: Of pyarrow or fsspec, that a path is on.
+
+    Raises:
+        ConfigError: `run` is nothing of that kind.
+        StorageError: The storage cannot be read.
+    """
+    files, path = resolve(run, filesystem)
+    with reading(f"Listing the checkpoints of {path}"):
+        found = [(where, one) for where, one in find_checkpoints(files, path) if not lacking(files, where, one)]
+    ordered = sorted(found, key=lambda pair: pair[1].generation)
+    return [
+        CheckpointInfo(where, files, one.step or 0, one.attempt, one.metrics.get(0, {}), one.created_at_s)
+        for where, one in ordered
+    ]
