@@ -192,16 +192,19 @@ class Ledger:
             logger.warning("Step %d cannot be restored: %s.", gone.step, self.books.abandoned[gone])
             self._record("abandoned", step=gone.step, reason=self.books.abandoned[gone])
 
-    def lose(self, name: str, *, dead: bool, sure: bool = True) -> None:
-        """A store is dead, or does not answer and is left out.
+    def lose(self, name: str, *, dead: bool, sure: bool = True, silent: bool = False) -> None:
+        """A store is dead, or has ended, or (`silent`) lives, does not answer and is left out.
 
         `sure`: all others have said what they hold, so that what only this one held is lost.
         """
         self.roster.forget(name)
         self.unheard.discard(name)
         self._early.pop(self.books.incarnations.get(name, ""), None)
-        if name in self.books.domains:
-            self.books = (books_.store_died if dead and sure else books_.store_lost)(self.books, name)
+        if name in self.books.domains or name in self.books.silent:
+            transition = books_.store_died if dead and sure else books_.store_lost
+            if silent and name in self.books.domains:
+                transition = books_.store_silent
+            self.books = transition(self.books, name)
             self._record("store_lost", store=name, dead=dead)
 
     async def end(self, name: str) -> None:
@@ -237,7 +240,7 @@ class Ledger:
         for name in dead:
             self.lose(name, dead=True)
         for name in silent:
-            self.lose(name, dead=False)
+            self.lose(name, dead=False, silent=True)
             self.await_word(name, handles[name])
 
     def _missing(self, answers: Mapping[str, Any]) -> set[str]:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -176,52 +176,46 @@ class Persister:
             raise GaveWayError("it was replaced before it could be leased")
         sources = sources_of(located)
         lease_id = f"upload {generation} {uuid.uuid4().hex[:8]}"
+        holds = {
+            name: Lease(lease_id, generation, None, source=name if source.own else None, persists=not self._ending)
+            for name, source in sources.items()
+        }
         handles = self._ledger.roster.among(sources)
         try:
-            await self._lease(lease_id, generation, sources, handles)
+            await self._lease(holds, handles)
             self._claimed = frozenset()
             plan = await asyncio.to_thread(_plan, located, sources, self._run.name)
-            return await self._fill(to, plan, generation, list(sources), handles)
+            return await self._fill(to, plan, holds, handles)
         finally:
             for handle in handles.values():
                 handle.unlease.remote(lease_id)
 
-    async def _lease(
-        self, lease_id: str, generation: Generation, sources: Mapping[str, Source], handles: Mapping[str, ActorHandle]
-    ) -> None:
-        leases = {
-            name: Lease(lease_id, generation, None, source=name if source.own else None, persists=not self._ending)
-            for name, source in sources.items()
-        }
+    async def _lease(self, holds: Mapping[str, Lease], handles: Mapping[str, ActorHandle]) -> None:
         answers = await asyncio.gather(
-            *(_answer(handle.lease.remote(leases[name])) for name, handle in handles.items()), return_exceptions=True
+            *(_answer(handle.lease.remote(holds[name])) for name, handle in handles.items()), return_exceptions=True
         )
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
-        if failed or handles.keys() != sources.keys():
+        if failed or handles.keys() != holds.keys():
             raise GaveWayError(str(failed[0]) if failed else "a store that holds it is gone")
 
     async def _fill(
-        self,
-        to: Destination,
-        plan: DirectoryPlan,
-        generation: Generation,
-        names: Sequence[str],
-        handles: Mapping[str, ActorHandle],
+        self, to: Destination, plan: DirectoryPlan, holds: Mapping[str, Lease], handles: Mapping[str, ActorHandle]
     ) -> Persisted:
+        names = list(holds)
         config = self._config
         pace = Pace(config.max_concurrent, config.retries, config.max_bandwidth_bytes_per_s)
         first, shared = handles[names[0]], ray.put(plan)
         await _answer(first.prepare_upload.remote(to))
         try:
             writers = sorted({file.writer for file in plan.files})
-            shares = [_answer(handles[names[n]].upload.remote(to, generation, shared, n, pace)) for n in writers]
+            shares = [_answer(handles[names[n]].upload.remote(to, holds[names[n]], shared, n, pace)) for n in writers]
             found: list[Mapping[str, FileRecord]] = await asyncio.gather(*shares)
             records = {path: record for share in found for path, record in share.items()}
             await _answer(first.finish_upload.remote(to, shared, records, config.retries))
         except BaseException:
             first.discard_upload.remote(replace(to, timeout_s=DISCARD_TIMEOUT_S))
             raise
-        return Persisted(generation, plan.head.metrics.get(0, {}))
+        return Persisted(plan.head.generation, plan.head.metrics.get(0, {}))
 
     # Removing.
 

@@ -280,10 +280,10 @@ class ReplicaStore:
         self._uploads.prepare(to)
 
     def upload(
-        self, to: Destination, generation: Generation, plan: DirectoryPlan, writer: int, pace: Pace
+        self, to: Destination, hold: Lease, plan: DirectoryPlan, writer: int, pace: Pace
     ) -> dict[str, FileRecord]:
-        """Writes this store's share of a checkpoint."""
-        return self._uploads.write(to, generation, plan, writer, pace)
+        """Writes this store's share of a checkpoint, of what is leased to it."""
+        return self._uploads.write(to, hold, plan, writer, pace)
 
     def finish_upload(self, to: Destination, plan: DirectoryPlan, records: dict[str, FileRecord], retries: int) -> None:
         """Makes what has been written a checkpoint."""

@@ -12,9 +12,9 @@ from typing import TypeVar
 import numpy as np
 import pyarrow.fs
 
-from ray_jax_ckpt.errors import PersistError
+from ray_jax_ckpt.errors import PersistError, SnapshotLostError
 from ray_jax_ckpt.memory.shelf import Shelf
-from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.storage.files import is_denied, remove_tree
 from ray_jax_ckpt.storage.limiter import Limiter
@@ -72,15 +72,16 @@ class Uploads:
         self._on(to, "prepare", lambda filesystem: Target(filesystem, to.path).prepare(overwrite=True))
 
     def write(
-        self, to: Destination, generation: Generation, plan: DirectoryPlan, writer: int, pace: Pace
+        self, to: Destination, hold: Lease, plan: DirectoryPlan, writer: int, pace: Pace
     ) -> dict[str, FileRecord]:
         """Writes a writer's share of a generation that is leased here.
 
         Raises:
             PersistError: Storage did not take a file in time.
             IntegrityError: The bytes here are not those that were captured: another holder has to be asked.
-            SnapshotLostError: They are not here any more.
+            SnapshotLostError: They are not here any more, or may not have been all the time.
         """
+        generation = hold.generation
         faults.reach("persist", generation.step)
 
         def read(part: str, offset: int, num_bytes: int) -> np.ndarray:
@@ -96,6 +97,9 @@ class Uploads:
             return records
 
         written = self._on(to, "write", share)
+        # Bytes may have become another generation's between their digest and their way to storage.
+        if hold.id not in self._shelf.slots.leases:
+            raise SnapshotLostError(f"the upload of generation {generation} has given way to a snapshot that is kept")
         faults.reach("persisted", generation.step)
         return written
 

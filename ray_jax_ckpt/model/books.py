@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ray_jax_ckpt.model.entries import NOWHERE, Entry, Heard, Held, Statement, Status
+from ray_jax_ckpt.model.entries import NOWHERE, Entry, Heard, Held, Silent, Statement, Status
 from ray_jax_ckpt.model.shards import Generation
 
 # Older ones are older than everything that anybody still talks about.
 MAX_FREED = 64
 
-__all__ = ["Books", "Entry", "Heard", "Held", "Statement", "Status"]
+__all__ = ["Books", "Entry", "Heard", "Held", "Silent", "Statement", "Status"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Books:
         abandoned: Generations that can never be restored, and why; forgotten once a newer one is complete.
         reject_differing: Whether a generation is abandoned when ranks captured replicas that differ. Else what the
             lowest rank captured counts, and the others are as good as damaged.
+        silent: Stores that live and do not answer, and what they held when they did. Nothing is restored from them; but
+            they may answer again when another one is lost, so nothing is freed for which they would be needed then.
     """
 
     copies: int
@@ -56,6 +58,7 @@ class Books:
     freed: frozenset[Generation] = frozenset()
     lingering: frozenset[Generation] = frozenset()
     reject_differing: bool = False
+    silent: Mapping[str, Silent] = field(default_factory=dict)
 
     # What follows from them.
 
@@ -184,17 +187,27 @@ class Books:
 
         Losing a set of domains is fatal for a generation when it contains all domains of one of its parts. So the
         domains of each of newer's parts must be more than such a loss takes, or contain those of some part of `older`.
-        All of it must hold as long as draining stores live, and when they are gone.
+        All of it must hold as long as draining stores live, and when they are gone; with silent stores, and without.
         """
         if newer <= older or self.status(newer) not in (Status.COMPLETE, Status.PROTECTED):
             return False
-        views = (self.covered, self.spread) if self.leaving() else (self.covered,)
-        return all(self._outlives(set(view(newer)), set(view(older))) for view in views)
+        views = [(self.covered, self.wanted())]
+        if self.leaving():
+            views.append((self.spread, self.wanted()))
+        if self.silent:
+            views.append((self._covered_with_silent, self._wanted_with_silent()))
+        return all(_outlives(set(view(newer)), set(view(older)), wanted) for view, wanted in views)
 
-    def _outlives(self, newer: set[frozenset[str]], older: set[frozenset[str]]) -> bool:
-        wanted = self.wanted()
-        weakest = (domains for domains in newer if len(domains) < wanted)
-        return all(any(weak <= strong for weak in older) for strong in weakest)
+    def _covered_with_silent(self, generation: Generation) -> list[frozenset[str]]:
+        parts = zip(self.entries[generation].expected(), self.covered(generation), strict=True)
+        return [
+            domains | {one.domain for one in self.silent.values() if part in one.held.get(generation, NOWHERE)}
+            for part, domains in parts
+        ]
+
+    def _wanted_with_silent(self) -> int:
+        domains = {*self.receivers().values(), *(one.domain for one in self.silent.values())}
+        return min(self.copies, len(domains))
 
     def releasable(self) -> frozenset[Generation]:
         """Generations whose buffers are free: abandoned, or replaced by a newer one."""
@@ -214,6 +227,11 @@ class Books:
             for part, stores in living.items()
             if stores and len({lasting[store] for store in stores if store in lasting}) < self.wanted()
         }
+
+
+def _outlives(newer: set[frozenset[str]], older: set[frozenset[str]], wanted: int) -> bool:
+    weakest = (domains for domains in newer if len(domains) < wanted)
+    return all(any(weak <= strong for weak in older) for strong in weakest)
 
 
 # Transitions.
@@ -269,7 +287,19 @@ def store_lost(books: Books, store: str) -> Books:
     domains = {name: domain for name, domain in books.domains.items() if name != store}
     incarnations = {name: one for name, one in books.incarnations.items() if name != store}
     heard = {name: numbers for name, numbers in books.heard.items() if name != store}
-    return replace(books, domains=domains, incarnations=incarnations, heard=heard, entries=entries)
+    silent = {name: one for name, one in books.silent.items() if name != store}
+    return replace(books, domains=domains, incarnations=incarnations, heard=heard, entries=entries, silent=silent)
+
+
+def store_silent(books: Books, store: str) -> Books:
+    """A store lives and does not answer: it is left out until it does. See `Books.silent`."""
+    held = {
+        generation: frozenset(part for part, stores in entry.holders.items() if store in stores)
+        for generation, entry in books.entries.items()
+    }
+    kept = Silent(books.domains[store], {generation: parts for generation, parts in held.items() if parts})
+    books = store_lost(books, store)
+    return replace(books, silent={**books.silent, store: kept})
 
 
 def store_died(books: Books, store: str) -> Books:

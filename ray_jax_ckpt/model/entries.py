@@ -154,3 +154,16 @@ class Heard:
         """And it said this."""
         parts = self.parts.get(report.generation, NOWHERE) | report.parts
         return Heard(self.statement, max(self.newest, report.number), {**self.parts, report.generation: parts})
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A store that lives and does not answer.
+
+    Attributes:
+        domain: Its failure domain.
+        held: Parts that it had, by generation.
+    """
+
+    domain: str
+    held: Mapping[Generation, frozenset[str]]

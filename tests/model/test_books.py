@@ -302,3 +302,39 @@ def test_a_store_that_was_silent_when_it_was_decided_brings_back_nothing_newer_t
     back = both(without, G2)
     assert back.complete() == [G1]
     assert back.releasable() == {G2}
+
+
+def three_with_a_generation_half_pushed() -> Books:
+    """Of the older one all but c's part is in two domains, of the newer one a's part only."""
+    books = Books(copies=2)
+    for name in "abc":
+        books = books_.store_joined(books, name, name)
+    books = books_.group_formed(books_.attempt_started(books, 1)[0], 1, "abc")
+    everything = frozenset({"h0", "h1", "h2"})
+    for generation, holders in ((G1, {"h0": "ab", "h1": "bc", "h2": "c"}), (G2, {"h0": "ab", "h1": "b", "h2": "c"})):
+        for name in "abc":
+            parts = frozenset(part for part, stores in holders.items() if name in stores)
+            books = books_.held(books, Held(name, generation, 3, parts, everything, "x"))
+    return books
+
+
+def test_nothing_is_freed_that_a_silent_store_would_be_needed_for():
+    books = three_with_a_generation_half_pushed()
+    assert books.releasable() == frozenset()
+    # If a is dead, the loss of b loses both generations. If it only does not answer, the older one would be left.
+    assert books_.store_lost(books, "a").releasable() == {G1}
+    silent = books_.store_silent(books, "a")
+    assert silent.complete() == [G2, G1]
+    assert silent.releasable() == frozenset()
+    everything = frozenset({"h0", "h1", "h2"})
+    for name in "bc":
+        copied = silent = books_.held(silent, Held(name, G2, 3, everything, everything, "x"))
+    assert copied.releasable() == {G1}
+
+
+@pytest.mark.parametrize("end", [books_.store_lost, books_.store_died])
+def test_a_silent_store_that_ends_is_waited_for_no_more(end):
+    silent = books_.store_silent(three_with_a_generation_half_pushed(), "a")
+    assert end(silent, "a").silent == {}
+    assert end(silent, "a").releasable() == {G1}
+    assert books_.store_joined(silent, "a", "a").silent == {}

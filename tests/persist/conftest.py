@@ -18,12 +18,27 @@ import ray_jax_ckpt as rjc
 from ray_jax_ckpt import worker
 from ray_jax_ckpt.memory.messages import RunIdentity
 from ray_jax_ckpt.storage.runs import find_checkpoints
+from ray_jax_ckpt.testing import FaultPlan
 
 TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="package")
-def cluster() -> Iterator[Cluster]:
+def shared_plan() -> Iterator[FaultPlan]:
+    """In the environment before the cluster starts, so that all its processes have it."""
+    with FaultPlan() as found:
+        yield found
+
+
+@pytest.fixture
+def plan(shared_plan: FaultPlan) -> Iterator[FaultPlan]:
+    """What is left of it does not reach the next test."""
+    yield shared_plan
+    shared_plan.disarm()
+
+
+@pytest.fixture(scope="package")
+def cluster(shared_plan: FaultPlan) -> Iterator[Cluster]:
     with local_cluster(2, object_store_memory=80 * 2**20) as cluster:
         yield cluster
 

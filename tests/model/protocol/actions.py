@@ -438,7 +438,7 @@ def mourn(name: str, d: Draft) -> None:
 
 def notice(name: str, d: Draft) -> bool | None:
     """See `Ledger._dead`."""
-    if name not in d.books.value.domains:
+    if name not in d.books.value.domains.keys() | d.books.value.silent.keys():
         return False
     mourn(name, d)
     d.copy_again()
@@ -532,7 +532,7 @@ def ask_stores(attempt: int, d: Draft) -> bool:
         if name not in silent:
             d.adopt(name, attempt)
     for name in silent:
-        d.rewrite(books_.store_lost, name)
+        d.rewrite(books_.store_silent, name)
     for name in dead:
         d.rewrite(books_.store_died, name)
     return True

@@ -24,12 +24,11 @@ import pytest
 
 from tests.model.protocol.draft import EVERYTHING, Bounds
 from tests.model.protocol.explore import Broken, Explorer
-from tests.model.protocol.variants import TWO, VARIANTS
+from tests.model.protocol.variants import THREE, TWO, VARIANTS
 
 # Work of seconds that a busy machine makes minutes of.
 pytestmark = pytest.mark.timeout(900)
 
-THREE = ((("a", "b", "c"),), (("a", "b", "c"),))
 SHRINKS = ((("a", "b", "c"),), (("a", "c"),), (("a", "b", "c"),))
 GROWS = ((("a", "b"),), (("a", "b", "c"),), (("a", "b"), ("b", "c")))
 
@@ -40,6 +39,7 @@ DEFAULT = {
     "a kept handle": Bounds(TWO, faults=1, ahead=1, forced=frozenset({1}), kinds=frozenset({"delay", "skip"})),
     "two kept handles": Bounds(TWO, faults=1, ahead=1, forced=frozenset({1, 2}), keeps=False, kinds=frozenset()),
     "three ranks": Bounds(THREE, steps=1, faults=2, kinds=DEATHS - {"silence"}),
+    "three ranks, a silent store": Bounds(THREE, steps=2, faults=2, ahead=1, kinds=frozenset({"silence"})),
     "three, two, three ranks": Bounds(SHRINKS, steps=1, faults=2, kinds=frozenset({"kill_domain"})),
     "two, three, two ranks": Bounds(GROWS, steps=1, faults=2, kinds=frozenset({"kill_domain"})),
     "ranks skip at will": Bounds(

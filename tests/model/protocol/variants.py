@@ -19,6 +19,7 @@ Patch = pytest.MonkeyPatch
 
 TWO = ((("a", "b"),), (("a", "b"),))
 ONCE = ((("a", "b"),),)
+THREE = ((("a", "b", "c"),), (("a", "b", "c"),))
 MOVED = ((("a", "b"),), (("a", "c"),))
 
 
@@ -230,6 +231,12 @@ def busy_ranks_skip_whenever_they_like(patch: Patch) -> None:
 def silent_stores_are_done_without(patch: Patch) -> None:
     """They hold what is restored."""
     patch.setattr(Books, "does_without", lambda self, silent, dead: True)
+
+
+@variant(Bounds(THREE, steps=2, faults=2, ahead=1, kinds=kinds("silence")), "I1: ")
+def silent_stores_are_forgotten(patch: Patch) -> None:
+    """They hold what is needed when another one is lost."""
+    patch.setattr(books_, "store_silent", books_.store_lost)
 
 
 @variant(Bounds(ONCE, steps=2, faults=2, kinds=kinds("kill_coordinator", "kill_store"), learns=False), STUCK)
