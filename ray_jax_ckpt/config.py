@@ -101,7 +101,8 @@ class SnapshotConfig(_Settings):
             else nodes. "node": nodes. Anything else: the key of a Ray node label.
         streams: Connections that one large transfer between nodes is spread over, at most, when a store copies to a
             peer as well as when a worker restores; small ones use fewer. More help where one core cannot keep the
-            network busy, and cost that many more cores while bytes travel.
+            network busy, and cost that many more cores while bytes travel. Copies to peers, beside which training goes
+            on, use no more than a quarter of a node's cores.
         reject_nonfinite: Keep a state with NaN or infinity in a floating leaf out of what can be restored: its snapshot
             is abandoned, on all ranks, with a warning that names leaves and rank, and the one before stays. It costs a
             pass over the bytes in the background.

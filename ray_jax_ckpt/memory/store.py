@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
 # Two heartbeats and a half.
 SILENCE_S = 5.0
+# Each takes a core, or most of one, at both ends, while training goes on, and some 100 MB of transport buffers.
+PUSH_STREAMS = max(1, (os.cpu_count() or 1) // 4)
 # In the name of a source that pushes one generation, not one after the other.
 _AGAIN = " again "
 
@@ -329,7 +331,7 @@ class ReplicaStore:
         try:
             faults.reach("push", job.generation.step)
             header, buffers = self._materialize(job)
-            streams = streams_for(header.total_bytes, self._settings.streams)
+            streams = streams_for(header.total_bytes, min(self._settings.streams, PUSH_STREAMS))
             self._clients.push(address, header, buffers, timeout_s=self._options.timeout_s, streams=streams)
         except IntegrityError:
             # The network, or this copy: if it is bad, others are to be asked.
