@@ -47,8 +47,12 @@ def is_permanent(error: BaseException) -> bool:
 
 def is_denied(error: BaseException) -> bool:
     """Whether storage refuses whoever asks, which new credentials may help."""
-    denied = isinstance(error, PermissionError) or getattr(error, "errno", None) in (errno.EACCES, errno.EPERM)
-    return denied or any(word in str(error) for word in _DENIED_WORDS)
+    if isinstance(error, PermissionError) or getattr(error, "errno", None) in (errno.EACCES, errno.EPERM):
+        return True
+    if any(word in str(error) for word in _DENIED_WORDS):
+        return True
+    # What a writer says of a file names the path, and has the reason as its cause.
+    return error.__cause__ is not None and is_denied(error.__cause__)
 
 
 def for_small_files(filesystem: pyarrow.fs.FileSystem) -> pyarrow.fs.FileSystem:
