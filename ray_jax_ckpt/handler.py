@@ -111,17 +111,7 @@ class OrbaxCheckpointHandler:
             save.run()
         return _path_in(directory, join(base, name), name)
 
-    def save_to_directory(
-        self,
-        directory: Any,
-        target: Any,
-        step: int | None = None,
-        keep: int | None = 1,
-        overwrite: bool = False,
-        metadata: dict[str, Any] | None = None,
-    ) -> str:
-        """The same as `save`."""
-        return self.save(directory, target, step, keep, overwrite, metadata)
+    save_to_directory = save
 
     def restore(
         self,

@@ -13,7 +13,6 @@ What Orbax 0.12.8 has on disk, and older ones had:
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from ray_jax_ckpt.model.shards import whole, within
 from ray_jax_ckpt.storage.entries import Empty, Entry, TemplateLeaf, index_of
 from ray_jax_ckpt.storage.filesystem import describe, join
 from ray_jax_ckpt.storage.loopback import PlainFiles
-from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST, MAX_LEAVES, check_path
+from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST, MAX_LEAVES, check_path, parse_object
 from ray_jax_ckpt.storage.markers import unmarked
 from ray_jax_ckpt.storage.segments import Share, read_small
 from ray_jax_ckpt.storage.source import Landings
@@ -284,14 +283,7 @@ def _check_links(path: str) -> None:
 
 
 def _json(filesystem: pafs.FileSystem, path: str, deadline: Deadline) -> dict[str, Any]:
-    where, raw = describe(filesystem, path), read_small(filesystem, path, deadline)
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{where} is damaged: {type(error).__name__}: {error}.") from None
-    if not isinstance(found, dict):
-        raise IntegrityError(f"{where} is damaged: it is no JSON object.")
-    return found
+    return parse_object(read_small(filesystem, path, deadline), describe(filesystem, path))
 
 
 def _text(texts: Mapping[str, Any], name: str, where: str) -> str:

@@ -312,7 +312,7 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         IntegrityError: It is damaged, or says what cannot be.
         NotSupportedError: A newer version of this package wrote it.
     """
-    tree = _load(raw, where)
+    tree = parse_object(raw, where)
     version = tree.get("format")
     if type(version) is int and version > FORMAT:
         raise NotSupportedError(
@@ -325,10 +325,11 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
 
 def parse_rank(raw: bytes, where: str) -> RankRecord:
     """Reads what one rank had to itself. Raises IntegrityError if it is damaged."""
-    return _parse(RankRecord, _load(raw, where), where)
+    return _parse(RankRecord, parse_object(raw, where), where)
 
 
-def _load(raw: bytes, where: str) -> Mapping[str, Any]:
+def parse_object(raw: bytes, where: str) -> dict[str, Any]:
+    """A JSON object that comes from storage. Raises IntegrityError if it is none, or too large."""
     if len(raw) > MAX_MANIFEST_BYTES:
         raise IntegrityError(f"{where} has {len(raw)} bytes, and {MAX_MANIFEST_BYTES} are read at most.")
     try:

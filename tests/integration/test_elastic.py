@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import threading
 import warnings
 from collections import defaultdict
@@ -18,10 +17,10 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
+from training_cluster import NODE, training_cluster
 
 import ray_jax_ckpt as rjc
 from ray_jax_ckpt.memory.fleet import NAMESPACE
@@ -31,7 +30,6 @@ from ray_jax_ckpt.testing import kill_node
 pytestmark = pytest.mark.timeout(480)
 
 ROOT = Path(__file__).resolve().parents[2]
-NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 COPIES = 2
 
 
@@ -123,27 +121,14 @@ class Run:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head that never trains, and four nodes with room for one worker each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    environment = {
         # No idle workers, which no actor would use.
-        patch.setenv("RAY_prestart_worker_first_driver", "0")
+        "RAY_prestart_worker_first_driver": "0",
         # The first group after the deaths is asked for before Ray knows of them, and waits for nodes that are gone.
-        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "8")
-        cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0})
-        for _ in range(4):
-            cluster.add_node(**NODE, wait=False)
-        cluster.wait_for_nodes()
-        ray.init(
-            address=cluster.address, runtime_env={"env_vars": {"RAY_ADDRESS": cluster.address}}, log_to_driver=False
-        )
-        cloudpickle.register_pickle_by_value(job)
-        try:
-            yield cluster
-        finally:
-            cloudpickle.unregister_pickle_by_value(job)
-            ray.shutdown()
-            cluster.shutdown()
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "8",
+    }
+    with training_cluster(4, job, environment=environment) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")

@@ -5,23 +5,17 @@ The run is made once; the tests look at what it left behind.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import job
 import preempted
 import pytest
-import ray
-from ray import cloudpickle
-from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
 
@@ -30,37 +24,9 @@ from ray_jax_ckpt.testing import drain_node, kill_node
 
 pytestmark = pytest.mark.timeout(480)
 
-ROOT = Path(__file__).resolve().parents[2]
-NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+# One node to spare.
+POLL = {"RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5"}
 NOTICE_S, GONE_AFTER_S, GRACE_S = 8.0, 5.0, 3.0
-
-
-@contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
-    """A head that never trains, and three nodes with room for one worker each: one to spare."""
-    with pytest.MonkeyPatch.context() as patch:
-        # The controller unpickles the callback, and imports this package for it.
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-        patch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
-        cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0})
-        for module in (job, preempted):
-            cloudpickle.register_pickle_by_value(module)
-        try:
-            for _ in range(3):
-                cluster.add_node(**NODE)
-            # Ray Train's clean-up asks "the" cluster of this machine, which may be another one.
-            ray.init(
-                address=cluster.address,
-                runtime_env={"env_vars": {"RAY_ADDRESS": cluster.address}},
-                log_to_driver=False,
-            )
-            yield cluster
-        finally:
-            for module in (job, preempted):
-                cloudpickle.unregister_pickle_by_value(module)
-            ray.shutdown()
-            cluster.shutdown()
 
 
 @dataclasses.dataclass
@@ -111,7 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             },
         ),
     )
-    with cluster():
+    with training_cluster(3, job, preempted, environment=POLL):
         preemption = threading.Thread(target=run.preempt, daemon=True)
         preemption.start()
         with warnings.catch_warnings():

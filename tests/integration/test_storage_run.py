@@ -5,26 +5,21 @@ The runs are made once; the tests look at what they left behind.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import job
 import pyarrow.fs
 import pytest
-import ray
 import stored_job
-from ray import cloudpickle
-from ray.cluster_utils import Cluster
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
+from training_cluster import training_cluster
 
 import ray_jax_ckpt as rjc
 from ray_jax_ckpt.storage.reader import verify
@@ -32,8 +27,6 @@ from ray_jax_ckpt.storage.runs import find_checkpoints
 
 pytestmark = pytest.mark.timeout(480)
 
-ROOT = Path(__file__).resolve().parents[2]
-NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 LOCAL = pyarrow.fs.LocalFileSystem()
 MORE = 3
 
@@ -55,28 +48,6 @@ assert state["step"] == int(sys.argv[2])
 assert (jax.random.key_data(state["key"]) == jax.random.key_data(jax.random.key(5))).all()
 print("ok")
 """
-
-
-@contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
-    """A head that never trains, and two nodes with room for one worker each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-        cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0})
-        for module in (job, stored_job):
-            cloudpickle.register_pickle_by_value(module)
-        try:
-            for _ in range(2):
-                cluster.add_node(**NODE)
-            environment = {"env_vars": {"RAY_ADDRESS": cluster.address}}
-            ray.init(address=cluster.address, runtime_env=environment, log_to_driver=False)
-            yield cluster
-        finally:
-            for module in (job, stored_job):
-                cloudpickle.unregister_pickle_by_value(module)
-            ray.shutdown()
-            cluster.shutdown()
 
 
 @dataclasses.dataclass
@@ -122,7 +93,7 @@ def fit(work: Path, number: int, last: int) -> Any:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     work = tmp_path_factory.mktemp("stored")
     found = Runs(work / "storage", [], [])
-    with cluster():
+    with training_cluster(2, job, stored_job):
         for number, last in ((1, stored_job.STEPS), (2, stored_job.STEPS + MORE)):
             (work / f"attempt{number}").mkdir()
             found.results.append(fit(work, number, last))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from flight_peer import SECRET, Shelf
 from ray.cluster_utils import Cluster
 from support import local_cluster, new_run, workers_of
+
+from ray_jax_ckpt.memory.transfer import FlightServer
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +29,17 @@ def nodes(cluster: Cluster) -> list[tuple[str, str]]:
 def run() -> str:
     """A run that nobody else uses."""
     return new_run()
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    """What a server of one store's memory has."""
+    return Shelf()
+
+
+@pytest.fixture
+def server(shelf: Shelf) -> Iterator[FlightServer]:
+    """It serves the shelf."""
+    server = FlightServer(SECRET, shelf, "127.0.0.1")
+    yield server
+    server.close()

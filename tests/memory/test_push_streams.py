@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pyarrow.flight as fl
@@ -21,18 +20,6 @@ from ray_jax_ckpt.memory.outgoing import Outgoing, bands_of, within
 from ray_jax_ckpt.memory.stream import Guard
 from ray_jax_ckpt.memory.transfer import FlightServer, PartSpan, push
 from ray_jax_ckpt.memory.wire import PushHeader
-
-
-@pytest.fixture
-def shelf() -> Shelf:
-    return Shelf()
-
-
-@pytest.fixture
-def server(shelf: Shelf) -> Iterator[FlightServer]:
-    server = FlightServer(SECRET, shelf, "127.0.0.1")
-    yield server
-    server.close()
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -39,18 +39,6 @@ PEER = Path(__file__).with_name("flight_peer.py")
 ROOT = PEER.parents[2]
 
 
-@pytest.fixture
-def shelf() -> Shelf:
-    return Shelf()
-
-
-@pytest.fixture
-def server(shelf: Shelf) -> Iterator[FlightServer]:
-    server = FlightServer(SECRET, shelf, "127.0.0.1")
-    yield server
-    server.close()
-
-
 @contextlib.contextmanager
 def peer(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Runs the peer in a process of its own, and gives it with the first line it says."""

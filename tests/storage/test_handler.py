@@ -16,7 +16,8 @@ import optax
 import pyarrow.fs as pafs
 import pytest
 from flax import nnx
-from sinks import Sink, failing, make_bucket, s3, s3_server
+from servers import make_bucket, s3, s3_server
+from sinks import Sink, failing
 from states import STATES, abstract, facts, sharded
 from test_conformance import load_with_orbax
 

@@ -10,7 +10,7 @@ import pytest
 from filesystems import ObjectStore
 from orbax_process import state as orbax_state
 from proxy import Proxy, error_response
-from sinks import make_bucket, s3, s3_server
+from servers import make_bucket, s3, s3_server
 from written import hold, write
 
 from ray_jax_ckpt.errors import NoCheckpointError, RestoreTimeoutError, StorageError

@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow.fs as pafs
 import pytest
 from proxy import Proxy, error_response
-from sinks import Sink, failing, files_below, make_bucket, s3, s3_server
+from servers import make_bucket, s3, s3_server
+from sinks import Sink, failing, files_below
 from written import hold, write
 
 from ray_jax_ckpt.digest import digest
