@@ -40,8 +40,8 @@ class Incoming:
         try:
             fill(self._target, self._header, reader, self._bands[number], self._guards[number])
         except BaseException as error:
-            self._end(error)
-            raise
+            # What went wrong first is why the others are given up, and what the sender is to be told.
+            raise _bare(self._end(error)) from error
         with self._changed:
             self._arrived.add(number)
             self._changed.notify_all()

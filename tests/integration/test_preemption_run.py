@@ -18,6 +18,7 @@ import preempted
 import pytest
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
+from training_cluster import training_cluster
 
 import ray_jax_ckpt as rjc
 from ray_jax_ckpt.testing import drain_node, kill_node
