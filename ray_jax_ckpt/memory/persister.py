@@ -115,6 +115,7 @@ class Persister:
     async def settle(self) -> str:
         """Writes what is due, the last complete generation of the run included. Returns what is not on storage."""
         self._ending = True
+        await self._await_group()
         # What stores have reported last may still be under way.
         await self._ledger.pulse.ask_all(list(self._ledger.books.domains))
         if self._config.has_cadence:
@@ -126,6 +127,13 @@ class Persister:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOOK_INTERVAL_S)
         return self.problem
+
+    async def _await_group(self) -> None:
+        """A run may end before its stores have told this coordinator of themselves."""
+        books, deadline = self._ledger.books, time.monotonic() + GRACE_S
+        while not (books.group and books.group <= books.domains.keys()) and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_INTERVAL_S / 5)
+            books = self._ledger.books
 
     def _begin(self) -> None:
         if self._writing is not None or not self._wanted or time.monotonic() < self._not_before:

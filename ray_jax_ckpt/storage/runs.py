@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 
 import pyarrow.fs
@@ -14,12 +15,28 @@ from ray_jax_ckpt.storage.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 logger = logging.getLogger(__name__)
 
 FOLDER = "ray_jax_ckpt/checkpoints"
+_NAME = re.compile(r"attempt-(\d+)\.(\d+)-step-(\d+)")
 
 
 def checkpoint_path(run_path: str, generation: Generation) -> str:
     """Directory of a generation's checkpoint: two generations never share one, and names sort by age."""
     name = f"attempt-{generation.attempt:04d}.{generation.restores}-step-{generation.step:09d}"
     return f"{run_path.rstrip('/')}/{FOLDER}/{name}"
+
+
+def newest_first(filesystem: pyarrow.fs.FileSystem, path: str) -> list[str]:
+    """Directories of checkpoints, finished or not, of the run whose directory, or whose `FOLDER`, this is."""
+    for place in (f"{path.rstrip('/')}/{FOLDER}", path.rstrip("/")):
+        infos = filesystem.get_file_info(pyarrow.fs.FileSelector(place, allow_not_found=True))
+        found = [info.path for info in infos if _NAME.fullmatch(info.base_name)]
+        if found:
+            return sorted(found, key=_age, reverse=True)
+    return []
+
+
+def _age(path: str) -> tuple[int, ...]:
+    found = _NAME.fullmatch(path.rpartition("/")[2])
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def find_checkpoints(filesystem: pyarrow.fs.FileSystem, run_path: str) -> Iterator[tuple[str, Manifest]]:
