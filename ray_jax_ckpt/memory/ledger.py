@@ -251,6 +251,8 @@ class Ledger:
         """A store that lived before and does not answer: it may hold anything, and is taken in when it does."""
         self.roster.handles.setdefault(name, handle)
         self.unheard.add(name)
+        if name not in self.books.silent:
+            self.books = books_.store_silent(self.books, name)
 
     async def replace(self, member: Member) -> ActorHandle:
         """A member's store, which seemed dead to its worker: the same if it answers, else a new one."""

@@ -191,17 +191,20 @@ class Books:
         """
         if newer <= older or self.status(newer) not in (Status.COMPLETE, Status.PROTECTED):
             return False
-        views = [(self.covered, self.wanted())]
+        views = [(self.covered(newer), self.covered(older), self.wanted())]
         if self.leaving():
-            views.append((self.spread, self.wanted()))
+            views.append((self.spread(newer), self.spread(older), self.wanted()))
         if self.silent:
-            views.append((self._covered_with_silent, self._wanted_with_silent()))
-        return all(_outlives(set(view(newer)), set(view(older)), wanted) for view, wanted in views)
+            # What nobody has heard of counts for the older one only.
+            with_silent = self._covered_with_silent(newer, False), self._covered_with_silent(older, True)
+            views.append((*with_silent, self._wanted_with_silent()))
+        return all(_outlives(set(new), set(old), wanted) for new, old, wanted in views)
 
-    def _covered_with_silent(self, generation: Generation) -> list[frozenset[str]]:
+    def _covered_with_silent(self, generation: Generation, if_unheard: bool) -> list[frozenset[str]]:
         parts = zip(self.entries[generation].expected(), self.covered(generation), strict=True)
+        silent = self.silent.values()
         return [
-            domains | {one.domain for one in self.silent.values() if part in one.held.get(generation, NOWHERE)}
+            domains | {one.domain for one in silent if one.has(generation, part, if_unheard=if_unheard)}
             for part, domains in parts
         ]
 
@@ -293,6 +296,8 @@ def store_lost(books: Books, store: str) -> Books:
 
 def store_silent(books: Books, store: str) -> Books:
     """A store lives and does not answer: it is left out until it does. See `Books.silent`."""
+    if store not in books.domains:
+        return replace(books, silent={**books.silent, store: Silent(store, None)})
     held = {
         generation: frozenset(part for part, stores in entry.holders.items() if store in stores)
         for generation, entry in books.entries.items()

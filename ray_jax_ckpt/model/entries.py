@@ -162,8 +162,12 @@ class Silent:
 
     Attributes:
         domain: Its failure domain.
-        held: Parts that it had, by generation.
+        held: Parts that it had, by generation. None: nobody has heard, so it may have any.
     """
 
     domain: str
-    held: Mapping[Generation, frozenset[str]]
+    held: Mapping[Generation, frozenset[str]] | None
+
+    def has(self, generation: Generation, part: str, *, if_unheard: bool) -> bool:
+        """Whether it had a part."""
+        return if_unheard if self.held is None else part in self.held.get(generation, NOWHERE)

@@ -338,3 +338,13 @@ def test_a_silent_store_that_ends_is_waited_for_no_more(end):
     assert end(silent, "a").silent == {}
     assert end(silent, "a").releasable() == {G1}
     assert books_.store_joined(silent, "a", "a").silent == {}
+
+
+def test_a_silent_store_that_nobody_has_heard_may_have_any_part_of_what_is_older():
+    books = books_.store_silent(books_.store_lost(three_with_a_generation_half_pushed(), "a"), "a")
+    assert books.complete() == [G2, G1]
+    assert books.releasable() == frozenset()
+    everything = frozenset({"h0", "h1", "h2"})
+    for name in "bc":
+        books = books_.held(books, Held(name, G2, 3, everything, everything, "x"))
+    assert books.releasable() == {G1}

@@ -461,7 +461,9 @@ def kill_coordinator(d: Draft) -> None:
     d.books = d.cells.of(type(d.books.value)(d.bounds.copies))
     d.members_known = False
     for name in d.up():
-        if not d.goes_wrong("silence", name):
+        if d.goes_wrong("silence", name):
+            d.rewrite(books_.store_silent, name)
+        else:
             d.adopt(name, 0)
     learn(d)
     d.settle()

@@ -52,7 +52,9 @@ FURTHER = {
     "a kept handle": Bounds(TWO, faults=1, forced=frozenset({1}), kinds=EVERYTHING - {"rollback"}),
     "two kept handles": Bounds(TWO, faults=1, forced=frozenset({1, 2}), keeps=False),
     "three ranks": Bounds(THREE, faults=1, ahead=1),
-    "three ranks, a silent store": Bounds(THREE, steps=2, faults=2, ahead=1, kinds=frozenset({"silence"})),
+    "three ranks, a silent store": Bounds(
+        THREE, steps=2, faults=2, ahead=1, kinds=frozenset({"silence", "kill_coordinator"})
+    ),
     "three ranks, two faults": Bounds(THREE, steps=2, faults=2, ahead=1),
     "three, two, three ranks": Bounds(SHRINKS, steps=2, faults=2, ahead=1, kinds=frozenset({"kill_domain"})),
 }

@@ -10,7 +10,7 @@ import pytest
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model import slots as slots_
-from ray_jax_ckpt.model.books import Books, Status
+from ray_jax_ckpt.model.books import Books, Silent, Status
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Phase, Slots
 from tests.model.protocol.draft import Bounds
@@ -237,6 +237,15 @@ def silent_stores_are_done_without(patch: Patch) -> None:
 def silent_stores_are_forgotten(patch: Patch) -> None:
     """They hold what is needed when another one is lost."""
     patch.setattr(books_, "store_silent", books_.store_lost)
+
+
+@variant(Bounds(THREE, steps=2, faults=2, ahead=1, kinds=kinds("silence", "kill_coordinator")), "I1: ")
+def silent_stores_that_nobody_has_heard_have_nothing(patch: Patch) -> None:
+    """A coordinator that was killed has heard of none."""
+    has = Silent.has
+    patch.setattr(
+        Silent, "has", lambda self, generation, part, if_unheard: has(self, generation, part, if_unheard=False)
+    )
 
 
 @variant(Bounds(ONCE, steps=2, faults=2, kinds=kinds("kill_coordinator", "kill_store"), learns=False), STUCK)
