@@ -86,8 +86,9 @@ class CheckpointManager(_Callback):
         """Starts the run's coordinator beside the controller, owned by it."""
         if _ray_compat.max_failures(train_run_context) == 0:
             warnings.warn(
-                "FailureConfig(max_failures=0), Ray's default: nothing will restart after a failure, so no "
-                "snapshot will ever be restored. Set RunConfig(failure_config=FailureConfig(max_failures=...)).",
+                "FailureConfig(max_failures=0), Ray's default: nothing will restart after a failure, and no snapshot "
+                "will be restored before the run is started again. Set "
+                "RunConfig(failure_config=FailureConfig(max_failures=...)).",
                 RuntimeWarning,
                 stacklevel=1,
             )

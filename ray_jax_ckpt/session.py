@@ -166,16 +166,26 @@ class Session:
         if jax.process_count() == 1:
             self._planner = self._new_planner(0)
             self._check_memory(self._planner.plan(flat, self._storage.describer(False)), 0)
-        located = self.decision.located
-        if located is not None and not self.restores and self.rank == 0:
+        self._warn_at_first()
+        self._looked = True
+
+    def _warn_at_first(self) -> None:
+        """Of what is seldom meant."""
+        found = self.decision.located or self.decision.stored
+        if found is not None and not self.restores and self.rank == 0:
             logger.warning(
-                "Step %d of this run is in memory, and the train function snapshots without having called restore(): "
-                "training starts over, and its snapshots replace that step. Begin with "
+                "Step %d of this run could be restored, and the train function snapshots without having called "
+                "restore(): training starts over, and its snapshots replace that step. Begin with "
                 "`if (checkpoint := ray.train.get_checkpoint()) is not None: "
                 "restored = ray_jax_ckpt.restore(checkpoint, ...)`. To start over on purpose use another run name.",
-                located.generation.step,
+                found.generation.step,
             )
-        self._looked = True
+        if self.world_size > jax.process_count() == 1 and self.rank == 0:
+            logger.warning(
+                "%d workers, and JAX knows of one process: each trains for itself, with a state of its own. To train "
+                "together give JaxTrainer(jax_config=ray_jax_ckpt.JaxConfig()).",
+                self.world_size,
+            )
 
     def _again(
         self, handle: SnapshotCheckpoint, metrics: dict[str, Any], force: bool, timeout_s: float

@@ -66,8 +66,8 @@ class Share:
         indices = [Index.from_bytes(raw) for raw in survey.located.indices]
         if not any(index.layout.orbax for index in indices):
             raise NotSupportedError(
-                f"The snapshot of step {self._generation.step} cannot be written as a checkpoint: it was taken without "
-                "force=True, or its state is none that Orbax can hold, which rank 0's log says."
+                f"The snapshot of step {self._generation.step} cannot be written as a checkpoint. Take snapshots that "
+                "are to be reported with force=True; if it was, Orbax cannot hold its state, as rank 0's log says."
             )
         about = About(run=survey.run, step=self._generation.step, created_at_s=survey.created_at_s)
         # As plain files, however many there are: Ray copies files.

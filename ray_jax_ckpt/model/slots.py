@@ -194,7 +194,8 @@ def lease(slots: Slots, hold: Lease) -> Slots:
     if hold.persists and (kept := [other for other in others.values() if other.takes_buffer]):
         raise StoreError(
             f"{slots.name} has no buffer to spare for an upload of generation {hold.generation}: it keeps "
-            f"{', '.join(f'{other.generation} ({other.id})' for other in kept)}."
+            f"{', '.join(f'{other.generation} ({other.id})' for other in kept)}. Let go of handles of forced snapshots "
+            "that are not needed any more."
         )
     if hold.takes_buffer:
         # A worker's: what is being uploaded gives way.

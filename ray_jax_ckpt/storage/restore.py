@@ -20,8 +20,9 @@ from ray_jax_ckpt.storage.filesystem import Place, describe, join, resolve
 from ray_jax_ckpt.storage.foreign import TREE, Foreign, find_tree
 from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST
 from ray_jax_ckpt.storage.reader import Reader
+from ray_jax_ckpt.storage.runs import newest_first
 from ray_jax_ckpt.storage.source import Source
-from ray_jax_ckpt.storage.steps import list_steps, step_of
+from ray_jax_ckpt.storage.steps import UNNUMBERED, list_steps, step_of
 from ray_jax_ckpt.storage.streams import Deadline, ask
 from ray_jax_ckpt.system import available_bytes
 
@@ -161,11 +162,10 @@ def _check_skeleton(text: str, path: str) -> None:
 
 def _newest(place: Place, restored: Callable[[str], Loaded], deadline: Deadline) -> Loaded:
     """The newest step that is whole; what is not is passed over with a warning."""
-    filesystem, path = place
     failed: list[str] = []
-    for name in reversed(list_steps(filesystem, path, deadline).values()):
+    for name in _candidates(place, deadline):
         try:
-            found = restored(join(path, name))
+            found = restored(name)
         except (NoCheckpointError, IntegrityError) as error:
             failed.append(f"{name}: {error}")
             logger.warning("Step passed over, since it is not whole: %s", error)
@@ -176,9 +176,28 @@ def _newest(place: Place, restored: Callable[[str], Loaded], deadline: Deadline)
     raise _nothing(place)
 
 
-def _is_checkpoint(place: Place, deadline: Deadline) -> bool:
-    """Whether a path is that of a checkpoint, whole or not."""
+def _candidates(place: Place, deadline: Deadline) -> list[str]:
+    """Checkpoints in a directory that is none itself, newest first: of a run, by steps, or the only one."""
     filesystem, path = place
+    of_run = ask(lambda: newest_first(filesystem, path), f"Listing {describe(*place)}", deadline)
+    if of_run:
+        return of_run
+    names = [*reversed(list_steps(filesystem, path, deadline).values())]
+    return [join(path, name) for name in names] or _single(place, deadline)
+
+
+def _single(place: Place, deadline: Deadline) -> list[str]:
+    filesystem, path = place
+    only = join(path, UNNUMBERED)
+    found = ask(lambda: filesystem.get_file_info(join(only, FOLDER)), f"Looking at {describe(*place)}", deadline)
+    return [] if found.type == pafs.FileType.NotFound else [only]
+
+
+def _is_checkpoint(place: Place, deadline: Deadline) -> bool:
+    """Whether a path is that of a checkpoint, whole or not, and not of a directory of some of this package's."""
+    filesystem, path = place
+    if ask(lambda: newest_first(filesystem, path), f"Listing {describe(*place)}", deadline) or _single(place, deadline):
+        return False
     names = [join(path, MANIFEST), join(path, FOLDER)]
     infos = ask(lambda: filesystem.get_file_info(names), f"Looking at {describe(*place)}", deadline)
     if any(info.type != pafs.FileType.NotFound for info in infos):

@@ -25,6 +25,21 @@ def checkpoint_path(run_path: str, generation: Generation) -> str:
     return f"{run_path.rstrip('/')}/{FOLDER}/{name}"
 
 
+def newest_first(filesystem: pyarrow.fs.FileSystem, path: str) -> list[str]:
+    """Directories of checkpoints, finished or not, of the run whose directory, or whose `FOLDER`, this is."""
+    for place in (f"{path.rstrip('/')}/{FOLDER}", path.rstrip("/")):
+        infos = filesystem.get_file_info(pyarrow.fs.FileSelector(place, allow_not_found=True))
+        found = [info.path for info in infos if _NAME.fullmatch(info.base_name)]
+        if found:
+            return sorted(found, key=_age, reverse=True)
+    return []
+
+
+def _age(path: str) -> tuple[int, ...]:
+    found = _NAME.fullmatch(path.rpartition("/")[2])
+    return tuple(map(int, found.groups())) if found else ()
+
+
 def find_checkpoints(filesystem: pyarrow.fs.FileSystem, run_path: str) -> Iterator[tuple[str, Manifest]]:
     """Paths and manifests of the checkpoints that a run has written, in no order.
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from states import STATES, abstract, sharded, training
 from written import hold, hold_group, write
 
+from ray_jax_ckpt import OrbaxCheckpointHandler
 from ray_jax_ckpt.digest import digest
 from ray_jax_ckpt.errors import (
     CheckpointError,
@@ -287,3 +288,21 @@ def test_a_manifest_that_is_too_large_is_not_read(copy, monkeypatch):
     monkeypatch.setattr("ray_jax_ckpt.storage.segments.MAX_MANIFEST_BYTES", 100)
     with pytest.raises(IntegrityError, match="more than the 100 bytes"):
         load(copy)
+
+
+def test_a_directory_stands_for_the_only_checkpoint_in_it(tmp_path):
+    with OrbaxCheckpointHandler() as handler:
+        handler.save(tmp_path, {"a": np.arange(3)})
+    np.testing.assert_array_equal(load(str(tmp_path)).state["a"], np.arange(3))
+
+
+def test_a_runs_directory_stands_for_its_newest_whole_checkpoint(tmp_path):
+    folder = tmp_path / "run" / "ray_jax_ckpt" / "checkpoints"
+    folder.mkdir(parents=True)
+    with OrbaxCheckpointHandler() as handler:
+        for name, value in (("attempt-0001.0-step-000000009", 9), ("attempt-0002.0-step-000000007", 7)):
+            shutil.move(handler.save(tmp_path / "saved", {"a": np.full(3, value)}, overwrite=True), folder / name)
+    (folder / "attempt-0002.0-step-000000008").mkdir()
+    for place in (tmp_path / "run", folder):
+        # Newer is what a later attempt took, not what has the higher step.
+        assert load(str(place)).state["a"].tolist() == [7, 7, 7]

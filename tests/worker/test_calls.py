@@ -634,7 +634,7 @@ def test_a_run_without_restarts_is_warned(cluster, tmp_path, recwarn):
         manager.after_controller_finish(types.SimpleNamespace(error=None))
     (warning,) = recwarn.list
     assert "max_failures=0" in str(warning.message)
-    assert "no snapshot will ever be restored" in str(warning.message)
+    assert "no snapshot will be restored before the run is started again" in str(warning.message)
 
 
 def test_a_finished_run_leaves_no_stores(attempts):

@@ -38,7 +38,7 @@ def test_a_handle_of_no_session_is_a_checkpoint_without_files(tmp_path):
     handle = SnapshotCheckpoint(GENERATION, {"loss": 1.0})
     assert isinstance(handle, ray.train.Checkpoint)
     assert "step=30" in repr(handle)
-    for read in (handle.as_directory, handle.to_directory, lambda: handle.to_directory(str(tmp_path))):
+    for read in (handle.as_directory().__enter__, handle.to_directory, lambda: handle.to_directory(str(tmp_path))):
         with pytest.raises(NotSupportedError, match=r"step 30 has files only in the train function"):
             read()
     # What Ray does with a reported checkpoint.
