@@ -53,7 +53,7 @@ def test_a_train_function_that_does_not_ask_for_what_could_be_restored_is_told_o
     for _ in range(3):
         run.snapshot(seeded(2))
     (record,) = caplog.records
-    assert "Step 1 of this run is in memory" in record.getMessage()
+    assert "Step 1 of this run could be restored" in record.getMessage()
     assert "without having called restore()" in record.getMessage()
     assert "ray.train.get_checkpoint()" in record.getMessage()
     rjc.wait()
