@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
@@ -92,12 +92,13 @@ class StorageSide:
                 )
 
 
-def newer_on_storage(ours: StoredPlace, reported: Any) -> Any:
+def newer_on_storage(ours: StoredPlace, reported: Any, bad: Collection[str] = ()) -> Any:
     """Of a checkpoint that the stores wrote and the one that was reported to Ray last, the newer one.
 
-    The stores' counts where nobody can tell: the reported one is none of this package, or cannot be read.
+    The stores' counts where nobody can tell: the reported one is none of this package, or cannot be read; and where the
+    reported one is among the `bad` paths, which an earlier attempt could not restore.
     """
-    if reported is not None:
+    if reported is not None and reported.path not in bad:
         try:
             if read_manifest(reported.filesystem, reported.path).generation > ours.generation:
                 return reported

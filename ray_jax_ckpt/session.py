@@ -55,6 +55,8 @@ class Session:
         if rank == 0:
             self._storage.prepare()
         self.restores = 0
+        # Path of what `get_checkpoint()` gives.
+        self.offered = decision.stored.path if decision.stored is not None else ""
         faults.identify(rank)
         self.committed_any = False
         self._handle: SnapshotCheckpoint | None = None
@@ -409,7 +411,8 @@ def decide(decision: Decision) -> None:
     if located is not None:
         checkpoint = _current.handle(located.generation)
     elif decision.stored is not None:
-        checkpoint = newer_on_storage(decision.stored, checkpoint)
+        checkpoint = newer_on_storage(decision.stored, checkpoint, decision.bad)
+    _current.offered = getattr(checkpoint, "path", "")
     _ray_compat.set_checkpoint(checkpoint)
 
 

@@ -53,15 +53,21 @@ def restore_stored(checkpoint: Any, wish: Wish, session: Session | None, ask: As
         restored = _give(loaded, wish, session.rank, session.world_size)
         _confirm(session, loaded, wish.timeout_s or TIMEOUT_S, ask)
     except BaseException as error:
-        place = session.decision.stored
-        if place is not None and isinstance(error, IntegrityError | NoCheckpointError):
-            # The next attempt is not to fail in the same way.
-            session.coordinator.suspect_stored.remote(place.path, session.decision.attempt, f"{error!r:.300}")
+        if isinstance(error, IntegrityError | NoCheckpointError) and _is_at(checkpoint, session.offered):
+            # The next attempt is not to fail in the same way. What else a train function looks for says nothing of it.
+            session.coordinator.suspect_stored.remote(session.offered, session.decision.attempt, f"{error!r:.300}")
         session.coordinator.let_go.remote(session.rank, session.decision.attempt, f"{error!r:.300}")
         raise
     session.restored(loaded.step)
     session.record("restore_end", step=loaded.step, source=loaded.source)
     return restored
+
+
+def _is_at(checkpoint: Any, path: str) -> bool:
+    """Whether a checkpoint, as `restore` takes it, is the one at a path."""
+    where = checkpoint[0] if isinstance(checkpoint, tuple) else checkpoint
+    given = str(getattr(where, "path", where)).partition("?")[0].rstrip("/")
+    return bool(path) and (given == path.rstrip("/") or given.endswith(f"://{path.strip('/')}"))
 
 
 def _load(checkpoint: Any, wish: Wish, rank: int, world_size: int) -> Loaded:

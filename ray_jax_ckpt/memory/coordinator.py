@@ -167,9 +167,10 @@ class Coordinator:
         if self._persister is not None:
             self._persister.restored(chosen)
         step = chosen.step if chosen else None
+        bad = frozenset(self._stored.bad)
         path, name = stored.path if stored else None, str(chosen) if chosen else None
         self._events.add("decision", attempt=attempt, step=step, generation=name, path=path)
-        return Decision(attempt, members, handles, ledger.secret, located, self._drain.leaving(), stored)
+        return Decision(attempt, members, handles, ledger.secret, located, self._drain.leaving(), stored, bad)
 
     async def replace_store(self, rank: int, attempt: int) -> ActorHandle:
         """A rank found its store dead: the same one if it answers after all, else a new, empty one on the same node.

@@ -162,6 +162,7 @@ class Decision:
         located: What is restored from memory; None if it holds nothing complete, or storage something newer.
         leaving: Ranks on nodes that drain already: they get no copies.
         stored: What is restored from storage; None if that has nothing newer than memory.
+        bad: Paths on storage that an earlier attempt of this driver could not restore.
     """
 
     attempt: int
@@ -171,6 +172,7 @@ class Decision:
     located: Located | None
     leaving: frozenset[int] = frozenset()
     stored: StoredPlace | None = None
+    bad: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
