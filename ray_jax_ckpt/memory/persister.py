@@ -67,6 +67,7 @@ class Persister:
         self._ending = False
         self._changed = asyncio.Event()
         self._claimed: frozenset[Generation] = frozenset()
+        self._removals = self._skipped = 0
         self.failures, self.problem = 0, ""
 
     def restored(self, generation: Generation | None) -> None:
@@ -126,6 +127,10 @@ class Persister:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOOK_INTERVAL_S)
+        deadline = time.monotonic() + DISCARD_TIMEOUT_S
+        # The stores end next, and with them what they remove.
+        while self._removals and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_INTERVAL_S)
         return self.problem
 
     async def _await_group(self) -> None:
@@ -147,10 +152,10 @@ class Persister:
     # One checkpoint.
 
     async def _persist(self, generation: Generation, why: str) -> None:
-        where, start = self._stored.path(generation), time.monotonic()
+        where, start = self._stored.new_path(generation), time.monotonic()
         try:
             written = await asyncio.wait_for(self._write(generation, where), self._config.timeout_s + GRACE_S)
-            self.failures, self.problem, self._not_before = 0, "", 0.0
+            self.failures, self._skipped, self.problem, self._not_before = 0, 0, "", 0.0
             self._stored.known[generation] = written
             seconds = round(time.monotonic() - start, 3)
             self._record("persisted", step=generation.step, path=where, why=why, seconds=seconds)
@@ -158,6 +163,7 @@ class Persister:
         except GaveWayError as error:
             logger.warning("Step %d is not written to storage (%s): %s", generation.step, why, error)
             self._record("persist_skipped", step=generation.step, why=why, reason=str(error))
+            self._skip(generation, where, why, error)
         except Exception as error:
             self._fail(generation, where, why, error)
         finally:
@@ -165,14 +171,27 @@ class Persister:
             self._changed.set()
         await self._ledger.notify()
 
+    def _skip(self, generation: Generation, where: str, why: str, error: GaveWayError) -> None:
+        """Cadence comes again by itself; what else is wanted does not, and what the group that failed keeps ends."""
+        if self._ending:
+            self._fail(generation, where, why, error)
+        elif why != "cadence":
+            self._skipped += 1
+            self._later(why, self._skipped)
+
+    def _later(self, why: str, times: int) -> float:
+        """Has the newest complete generation written after a pause that grows with `times`; returns that."""
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (times - 1))
+        self._wanted, self._not_before = self._wanted or why, time.monotonic() + pause
+        asyncio.get_running_loop().call_later(pause + 0.01, self._begin)
+        return pause
+
     def _fail(self, generation: Generation, where: str, why: str, error: BaseException) -> None:
-        """Notes it, and has the newest complete generation written after a pause that grows."""
+        """Notes it, and has it tried again later."""
         self.failures += 1
         said = "it took longer than PersistConfig.timeout_s" if isinstance(error, TimeoutError) else str(error)
         self.problem = f"step {generation.step} could not be written to {where} ({why}): {said}"
-        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self.failures - 1))
-        self._wanted, self._not_before = self._wanted or why, time.monotonic() + pause
-        asyncio.get_running_loop().call_later(pause + 0.01, self._begin)
+        pause = self._later(why, self.failures)
         text = "Training goes on, but %s. It is failure %d in a row; the next try is in %.0f s."
         logger.warning(text, self.problem, self.failures, pause)
         self._record("persist_failed", step=generation.step, why=why, failures=self.failures, error=said[:1000])
@@ -213,7 +232,6 @@ class Persister:
         config = self._config
         pace = Pace(config.max_concurrent, config.retries, config.max_bandwidth_bytes_per_s)
         first, shared = handles[names[0]], ray.put(plan)
-        await _answer(first.prepare_upload.remote(to))
         try:
             writers = sorted({file.writer for file in plan.files})
             shares = [_answer(handles[names[n]].upload.remote(to, holds[names[n]], shared, n, pace)) for n in writers]
@@ -222,30 +240,46 @@ class Persister:
             await _answer(first.finish_upload.remote(to, shared, records, config.retries))
         except BaseException:
             first.discard_upload.remote(replace(to, timeout_s=DISCARD_TIMEOUT_S))
+            # What is under way at other stores comes after that.
+            self._stored.failed.add(to.path)
             raise
-        return Persisted(plan.head.generation, plan.head.metrics.get(0, {}))
+        return Persisted(plan.head.generation, plan.head.metrics.get(0, {}), to.path)
 
     # Removing.
 
     def _prune(self) -> None:
         for one in persistence.superfluous(self._config, self._stored.known.values()):
             del self._stored.known[one.generation]
-            self._ledger.spawn(self._remove(one.generation))
+            self._ledger.spawn(self._remove(one.path, "remove_checkpoint", step=one.generation.step))
+        for where in self._stored.failed:
+            self._ledger.spawn(self._remove(where, "discard_upload"))
+        for where in self._stored.unfinished:
+            self._ledger.spawn(self._remove(where, "clear_upload"))
+        self._stored.failed, self._stored.unfinished = set(), set()
 
-    async def _remove(self, generation: Generation) -> None:
-        where = self._stored.path(generation)
+    async def _remove(self, where: str, method: str, step: int | None = None) -> None:
+        self._removals += 1
+        try:
+            if not await self._removed(where, method):
+                logger.warning("%s is superfluous and stays: it could not be removed.", where)
+            elif step is not None:
+                self._record("checkpoint_removed", step=step, path=where)
+        finally:
+            self._removals -= 1
+
+    async def _removed(self, where: str, method: str) -> bool:
         to = Destination(self._run.filesystem, where, self._run.rebuild, self._config.timeout_s)
         for attempt in range(self._config.retries + 1):
             handle: Any = next(iter(self._ledger.roster.handles.values()), None)
             try:
                 if handle is not None:
-                    await asyncio.wait_for(_answer(handle.remove_checkpoint.remote(to)), to.timeout_s + GRACE_S)
-                    self._record("checkpoint_removed", step=generation.step, path=where)
-                    return
+                    removal = getattr(handle, method).remote(to)
+                    await asyncio.wait_for(_answer(removal), to.timeout_s + GRACE_S)
+                    return True
             except Exception as error:
-                logger.warning("Checkpoint %s could not be removed, trying again: %s", where, error)
+                logger.warning("%s could not be removed, trying again: %s", where, error)
             await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt))
-        logger.warning("Checkpoint %s is superfluous and stays: it could not be removed.", where)
+        return False
 
 
 @dataclass(frozen=True)

@@ -277,10 +277,6 @@ class ReplicaStore:
 
     # For storage: see `Uploads`.
 
-    def prepare_upload(self, to: Destination) -> None:
-        """Makes way for a checkpoint."""
-        self._uploads.prepare(to)
-
     def upload(
         self, to: Destination, hold: Lease, plan: DirectoryPlan, writer: int, pace: Pace
     ) -> dict[str, FileRecord]:
@@ -294,6 +290,10 @@ class ReplicaStore:
     def discard_upload(self, to: Destination) -> None:
         """Removes what has been written."""
         self._uploads.discard(to)
+
+    def clear_upload(self, to: Destination) -> None:
+        """Removes what an earlier driver left unfinished."""
+        self._uploads.clear(to)
 
     def remove_checkpoint(self, to: Destination) -> None:
         """Removes a checkpoint."""

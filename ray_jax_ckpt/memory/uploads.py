@@ -16,7 +16,7 @@ from ray_jax_ckpt.errors import PersistError, SnapshotLostError
 from ray_jax_ckpt.memory.shelf import Shelf
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
-from ray_jax_ckpt.storage.files import is_denied, remove_tree
+from ray_jax_ckpt.storage.files import TEMPORARY, exists, is_denied, remove_tree
 from ray_jax_ckpt.storage.limiter import Limiter
 from ray_jax_ckpt.storage.manifest import MANIFEST, FileRecord
 from ray_jax_ckpt.storage.ocdbt import merge_databases, write_database
@@ -67,10 +67,6 @@ class Uploads:
         self._rebuilt: dict[str, pyarrow.fs.FileSystem] = {}
         self._lock = threading.Lock()
 
-    def prepare(self, to: Destination) -> None:
-        """Makes way for a checkpoint: what an earlier try left is removed. Raises PersistError."""
-        self._on(to, "prepare", lambda filesystem: Target(filesystem, to.path).prepare(overwrite=True))
-
     def write(
         self, to: Destination, hold: Lease, plan: DirectoryPlan, writer: int, pace: Pace
     ) -> dict[str, FileRecord]:
@@ -116,6 +112,15 @@ class Uploads:
     def discard(self, to: Destination) -> None:
         """Removes what has been written of a checkpoint that is given up. Raises PersistError if it takes too long."""
         self._on(to, "discard", lambda filesystem: Target(filesystem, to.path).discard())
+
+    def clear(self, to: Destination) -> None:
+        """Removes what an earlier driver left unfinished; what is a checkpoint by now stays. Raises PersistError."""
+
+        def act(filesystem: pyarrow.fs.FileSystem) -> None:
+            if to.path.endswith(TEMPORARY) or not exists(filesystem, f"{to.path}/{MANIFEST}"):
+                remove_tree(filesystem, to.path, first=MANIFEST)
+
+        self._on(to, "clear", act)
 
     def remove(self, to: Destination) -> None:
         """Removes a checkpoint, its manifest first. Raises PersistError."""

@@ -30,10 +30,12 @@ class Persisted:
     Attributes:
         generation: What it is of.
         metrics: Of rank 0.
+        path: Of its directory.
     """
 
     generation: Generation
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    path: str = ""
 
 
 def is_due(config: PersistConfig, generation: Generation, progress: Progress, now_s: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import uuid
 from collections.abc import Iterator
 
 import pyarrow.fs
@@ -16,13 +17,37 @@ from ray_jax_ckpt.storage.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 logger = logging.getLogger(__name__)
 
 FOLDER = "ray_jax_ckpt/checkpoints"
-_NAME = re.compile(r"attempt-(\d{4,18})\.(\d{1,18})-step-(\d{9,18})")
+_NAME = re.compile(r"attempt-(\d{4,18})\.(\d{1,18})-step-(\d{9,18})(?:-[0-9a-f]{8})?")
 
 
 def checkpoint_path(run_path: str, generation: Generation) -> str:
-    """Directory of a generation's checkpoint: two generations never share one, and names sort by age."""
-    name = f"attempt-{generation.attempt:04d}.{generation.restores}-step-{generation.step:09d}"
+    """Directory for a try to write a generation's checkpoint. Names sort by age.
+
+    No two tries share one: what a filesystem has kept waiting goes on when its try has been given up, and would then
+    cut off or remove files of the next one, which has its manifest by then.
+    """
+    name = f"attempt-{generation.attempt:04d}.{generation.restores}-step-{generation.step:09d}-{uuid.uuid4().hex[:8]}"
     return f"{run_path.rstrip('/')}/{FOLDER}/{name}"
+
+
+def directories(filesystem: pyarrow.fs.FileSystem, run_path: str) -> list[str]:
+    """Paths of the directories of a run's checkpoints, also of unfinished ones. Raises OSError."""
+    selector = pyarrow.fs.FileSelector(f"{run_path.rstrip('/')}/{FOLDER}", allow_not_found=True)
+    try:
+        found = filesystem.get_file_info(selector)
+    except FileNotFoundError:
+        return []
+    return [info.path.rstrip("/") for info in found if info.type == pyarrow.fs.FileType.Directory]
+
+
+def is_temporary(path: str) -> bool:
+    """Whether a directory's name says that it is being written."""
+    return path.endswith(TEMPORARY)
+
+
+def is_named_here(path: str) -> bool:
+    """Whether a directory has a name that this package gives, finished or not."""
+    return _NAME.fullmatch(path.rpartition("/")[2].removesuffix(TEMPORARY).removesuffix(".old")) is not None
 
 
 def newest_first(filesystem: pyarrow.fs.FileSystem, path: str) -> list[str]:
@@ -46,18 +71,17 @@ def find_checkpoints(filesystem: pyarrow.fs.FileSystem, run_path: str) -> Iterat
     What is unfinished or damaged is passed over, with a warning if it has a manifest. Raises OSError if the storage
     cannot be read.
     """
-    selector = pyarrow.fs.FileSelector(f"{run_path.rstrip('/')}/{FOLDER}", allow_not_found=True)
-    for info in filesystem.get_file_info(selector):
-        if info.type != pyarrow.fs.FileType.Directory:
+    for path in directories(filesystem, run_path):
+        if is_temporary(path):
             continue
         try:
-            with filesystem.open_input_stream(f"{info.path}/{MANIFEST}") as stream:
+            with filesystem.open_input_stream(f"{path}/{MANIFEST}") as stream:
                 raw = stream.read(MAX_MANIFEST_BYTES + 1)
-            yield info.path, parse_manifest(raw, f"{info.path}/{MANIFEST}")
+            yield path, parse_manifest(raw, f"{path}/{MANIFEST}")
         except FileNotFoundError:
-            logger.debug("%s is unfinished.", info.path)
+            logger.debug("%s is unfinished.", path)
         except CheckpointError as error:
-            logger.warning("Passed over the checkpoint %s: %s", info.path, error)
+            logger.warning("Passed over the checkpoint %s: %s", path, error)
 
 
 def find_unfinished(

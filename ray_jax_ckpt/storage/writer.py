@@ -45,6 +45,7 @@ Read = Callable[[str, int, int], np.ndarray]
 _CHUNK_BYTES = 8 << 20  # divides BLOCK_BYTES; S3 takes parts of 5 MiB or more
 _SMALL_PER_STREAM = 4
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.2, 30.0
+_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Target:
 
     Args:
         filesystem: Where.
-        path: Of the checkpoint. Its name has to say which generation it holds: two never share a directory.
+        path: Of the checkpoint. Two generations never share a directory, nor do two tries of which the first may still
+            be under way somewhere.
     """
 
     def __init__(self, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
@@ -185,9 +187,11 @@ class _Job:
         num_threads = max(1, min(self._effort.streams * _SMALL_PER_STREAM, len(files)))
         for file in files:
             self._todo.put(file)
-        for number in range(num_threads):
+        names = [f"ray_jax_ckpt-write-{number}" for number in range(num_threads)]
+        threads = [threading.Thread(target=self._work, daemon=True, name=name) for name in names]
+        for thread in threads:
             self._todo.put(None)
-            threading.Thread(target=self._work, daemon=True, name=f"ray_jax_ckpt-write-{number}").start()
+            thread.start()
         records: dict[str, FileRecord] = {}
         try:
             while len(records) < len(files):
@@ -195,8 +199,13 @@ class _Job:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 records[file.path] = outcome
-        finally:
+        except BaseException:
             self._stop.set()
+            # What they leave and remove is not to meet what the caller writes there next, or the caller's removal.
+            until_s = time.monotonic() + _GRACE_S
+            for thread in threads:
+                thread.join(max(0.0, until_s - time.monotonic()))
+            raise
         return records
 
     def _next(self, num_left: int) -> tuple[PlannedFile, FileRecord | BaseException]:

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.fs
 import pytest
 import ray
+import steered
 from group import Group
 from ray.cluster_utils import Cluster
 from support import eventually, local_cluster, new_run, workers_of
@@ -112,6 +113,29 @@ class PersistedRun(Group):
         file = Path(self.path, "ray_jax_ckpt", "events.jsonl")
         lines = file.read_text().splitlines() if file.exists() else []
         return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+class Disk:
+    """A disk of the stores, and what it is told to do."""
+
+    def __init__(self, control: Path) -> None:
+        self._control = control
+        self.path = str(control)
+        self.says("")
+
+    def says(self, what: str) -> None:
+        self._control.write_text(what)
+
+    @property
+    def filesystem(self) -> pyarrow.fs.FileSystem:
+        return pyarrow.fs.PyFileSystem(steered.Steered(self.path))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    ray.cloudpickle.register_pickle_by_value(steered)
+    yield Disk(tmp_path / "control")
+    ray.cloudpickle.unregister_pickle_by_value(steered)
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ class Steered(pafs.FileSystemHandler):
     """Delegates to the local disk, unless `control` says otherwise when something is to be written.
 
     Args:
-        control: Path of a file that says how it is: "" fine, "full", "denied", or seconds that each file takes longer.
+        control: Path of a file that says how it is: "" fine, "full", "denied", "held" until there is a file beside it
+            that is called "released", "silent" for what cannot be listed, or seconds that each file takes longer.
         pardoned: Whether access is never denied to it.
     """
 
@@ -35,6 +36,8 @@ class Steered(pafs.FileSystemHandler):
         return self._local.get_file_info(paths)
 
     def get_file_info_selector(self, selector: pafs.FileSelector) -> Any:
+        if Path(self._control).read_text() == "silent":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), selector.base_dir)
         return self._local.get_file_info(selector)
 
     def create_dir(self, path: str, recursive: bool) -> None:
@@ -79,7 +82,10 @@ class Steered(pafs.FileSystemHandler):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         if said == "denied" and not self._pardoned:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        if said not in ("", "denied"):
+        if said == "held":
+            while not Path(self._control).with_name("released").exists():
+                time.sleep(0.05)
+        elif said not in ("", "denied", "silent"):
             time.sleep(float(said))
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import jax.numpy as jnp
-import pyarrow.fs
 import pytest
 import ray
 import steered
@@ -17,29 +15,6 @@ from ray_jax_ckpt.errors import PersistError
 from ray_jax_ckpt.storage.reader import verify
 from ray_jax_ckpt.storage.restore import load
 from ray_jax_ckpt.testing import Fault, assert_identical
-
-
-class Disk:
-    """A disk of the stores, and what it is told to do."""
-
-    def __init__(self, control: Path) -> None:
-        self._control = control
-        self.path = str(control)
-        self.says("")
-
-    def says(self, what: str) -> None:
-        self._control.write_text(what)
-
-    @property
-    def filesystem(self) -> pyarrow.fs.FileSystem:
-        return pyarrow.fs.PyFileSystem(steered.Steered(self.path))
-
-
-@pytest.fixture
-def disk(tmp_path) -> Disk:
-    ray.cloudpickle.register_pickle_by_value(steered)
-    yield Disk(tmp_path / "control")
-    ray.cloudpickle.unregister_pickle_by_value(steered)
 
 
 def state_of(step: int) -> dict:
