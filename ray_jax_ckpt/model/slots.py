@@ -191,7 +191,9 @@ def lease(slots: Slots, hold: Lease) -> Slots:
     if not any(hold.keeps(slot) and slot.phase is not Phase.STRANDED for slot in slots.used.values()):
         raise StoreError(f"{slots.name} holds nothing of generation {hold.generation}.")
     others = {k: other for k, other in slots.leases.items() if other.generation != hold.generation}
-    if hold.persists and (kept := [other for other in others.values() if other.takes_buffer]):
+    # There is one upload at a time: another one's lease is of a coordinator that has died, and nobody would end it.
+    kept = [other for other in others.values() if other.takes_buffer and not other.persists]
+    if hold.persists and kept:
         raise StoreError(
             f"{slots.name} has no buffer to spare for an upload of generation {hold.generation}: it keeps "
             f"{', '.join(f'{other.generation} ({other.id})' for other in kept)}. Let go of handles of forced snapshots "

@@ -154,9 +154,9 @@ def test_an_upload_keeps_one_sources_buffer_and_adds_one_for_it():
 
 def test_an_upload_is_refused_while_another_generation_is_kept():
     slots = filled(filled(Slots("me"), G1), G2)
-    for held in (Lease("handle", G1, 1), upload(G1)):
-        with pytest.raises(StoreError, match=r"no buffer to spare for an upload of generation 1\.0\.20: it keeps"):
-            slots_.lease(slots_.lease(slots, held), upload(G2))
+    held = Lease("handle", G1, 1)
+    with pytest.raises(StoreError, match=r"no buffer to spare for an upload of generation 1\.0\.20: it keeps"):
+        slots_.lease(slots_.lease(slots, held), upload(G2))
     assert len(slots_.lease(slots_.lease(slots, Lease("handle", G1, 1)), upload(G1)).leases) == 2
     assert len(slots_.lease(slots_.lease(slots, Lease("push", G1, None)), upload(G2)).leases) == 2
 
@@ -166,3 +166,16 @@ def test_an_upload_gives_way_to_a_worker_and_its_buffer_is_free():
     slots = slots_.lease(slots, Lease("handle", G2, 1))
     assert list(slots.leases) == ["handle"]
     assert [slot.generation for slot in slots.used.values()] == [G2]
+
+
+def test_the_lease_of_an_upload_whose_coordinator_died_does_not_refuse_the_next_upload():
+    slots = Slots("a")
+    for step in (1, 2):
+        slots, key = slots_.grant(slots, Generation(1, 0, step), "a", 1, "")
+        slots = slots_.commit(slots, key, 1)
+    slots = slots_.lease(slots, Lease("upload 1", Generation(1, 0, 1), None, persists=True))
+    slots = slots_.release(slots, [Generation(1, 0, 1)])
+    slots = slots_.lease(slots, Lease("upload 2", Generation(1, 0, 2), None, persists=True))
+    assert list(slots.leases) == ["upload 2"]
+    # What only the dead one's lease has kept is free.
+    assert {slot.generation.step for slot in slots.used.values()} == {2}
