@@ -39,7 +39,10 @@ def test_a_try_that_goes_on_after_it_was_given_up_harms_no_later_one(run_of, dis
 
 def test_what_an_earlier_driver_did_not_finish_is_removed(run_of, tmp_path):
     folder = tmp_path / "run" / "ray_jax_ckpt" / "checkpoints"
-    for name in ("attempt-0001.0-step-000000005-aaaaaaaa.orbax-checkpoint-tmp", "attempt-0001.0-step-000000006-bbbbbbbb"):
+    for name in (
+        "attempt-0001.0-step-000000005-aaaaaaaa.orbax-checkpoint-tmp",
+        "attempt-0001.0-step-000000006-bbbbbbbb",
+    ):
         (folder / name / "ray_jax_ckpt").mkdir(parents=True)
         (folder / name / "ray_jax_ckpt" / "rank_0.json").write_text("{}")
     run = run_of(every_n_steps=10)
