@@ -168,12 +168,11 @@ def decode_states(indices: Sequence[Index], fetch: Fetch) -> dict[int, Any]:
 def _decoded(data: Any, blobs: Sequence[memoryview]) -> Any:
     if data is None:
         return None
-    if _JSON_BLOB in data:
-        try:
-            return decode_value(json.loads(bytes(blobs[data[_JSON_BLOB]])), blobs)
-        except (TypeError, ValueError, IndexError) as error:
-            raise DataStateError(f"damaged data= ({error})") from error
-    return decode_value(data["value"], blobs)
+    try:
+        value = json.loads(bytes(blobs[data[_JSON_BLOB]])) if _JSON_BLOB in data else data["value"]
+    except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+        raise DataStateError(f"damaged data= ({type(error).__name__}: {error})") from error
+    return decode_value(value, blobs)
 
 
 # Putting back.

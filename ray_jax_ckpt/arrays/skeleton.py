@@ -173,6 +173,8 @@ def _collapse(node: _Node) -> Any:
 
 
 def _as_list(children: dict[Any, Any]) -> Any:
+    if not all(isinstance(key, int) for key in children):
+        raise TreeMismatchError(f"the saved tree is damaged: a list or tuple has the keys {list(children)[:5]}.")
     length = 1 + max(children, default=-1)
     if min(children, default=0) < 0 or length > len(children) + _MAX_LIST_GAPS:
         return dict(sorted(children.items()))

@@ -133,3 +133,9 @@ def test_saved_nonsense_is_bounded_or_refused():
 def test_damaged_descriptions_are_refused(raw):
     with pytest.raises(ValueError, match="description of a tree"):
         Skeleton.from_json(raw)
+
+
+def test_a_tuple_with_names_for_keys_is_damaged():
+    specs = [tree.LeafSpec("['a']", "value", (), "int", False, None, [["d", "a"]])]
+    with pytest.raises(TreeMismatchError, match=r"damaged: a list or tuple has the keys \['a'\]"):
+        rebuild(specs, [1], Skeleton(nodes=[[0, [], "tuple"]]))

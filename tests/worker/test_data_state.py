@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import glob
 import json
 import os
@@ -448,3 +449,11 @@ def test_saved_data_is_json_and_damage_is_named():
     tree["contents"]["data"] = {"value": {"$": "bytes", "v": -1}}
     with pytest.raises(DataStateError, match="damaged"):
         states_of((json.dumps(tree).encode(), buffer))
+
+
+@pytest.mark.parametrize("forged", [3, "text", {}, {"other": 1}, {"json": 7}, {"json": {}}, [1]])
+def test_data_that_nobody_wrote_is_damaged(forged):
+    raw, _ = kept({"order": 1})
+    index = dataclasses.replace(Index.from_bytes(raw), data=forged, blobs=())
+    with pytest.raises(DataStateError, match="damaged"):
+        decode_states([index], lambda wants, dtypes: [])
