@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import types
 
 import jax
@@ -122,11 +123,17 @@ def test_many_snapshots_take_no_more_memory_than_the_first_ones(run):
     process, pid = psutil.Process(), ray.get(store.pid.remote())
 
     def taken():
-        return ray.get(store.held_bytes.remote()), psutil.Process(pid).memory_info().rss, process.memory_info().rss
+        looks = []
+        for _ in range(5):
+            # What is on its way, or about to be given back, is not kept.
+            time.sleep(0.2)
+            looks.append((psutil.Process(pid).memory_info().rss, process.memory_info().rss))
+        return ray.get(store.held_bytes.remote()), *map(min, zip(*looks, strict=True))
 
-    for step in range(1, 201):
+    for step in range(1, 281):
         assert rjc.snapshot(step, state) is not None
-        if step == 20:
+        # What other tests of this process gave back is in use again by then.
+        if step == 100:
             rjc.wait()
             before = taken()
     rjc.wait()
