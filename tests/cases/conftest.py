@@ -1,8 +1,13 @@
-"""One cluster and one run for all tests of this directory: states go from here into a real store, and come back."""
+"""One cluster and one run for all tests of this directory: states go from here into a real store, and come back.
+
+From the store's memory, or from storage where a module says so with `BOTH_TIERS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -14,6 +19,8 @@ from ray_jax_ckpt import worker
 
 # As small as Ray lets it be: snapshots must not need it.
 OBJECT_STORE_BYTES = 80 * 2**20
+
+BOTH_TIERS = pytest.mark.parametrize("tier", ["memory", "storage"], indirect=True)
 
 
 @pytest.fixture(scope="package")
@@ -41,12 +48,26 @@ def shared(nodes: list[tuple[str, str]]) -> Iterator[Group]:
 
 
 @pytest.fixture
-def run(shared: Group, monkeypatch: pytest.MonkeyPatch) -> Group:
+def tier(request: pytest.FixtureRequest) -> str:
+    """Where states come back from."""
+    return getattr(request, "param", "memory")
+
+
+@pytest.fixture
+def run(shared: Group, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Group:
     """The shared group, at the start of an attempt."""
-    monkeypatch.setattr(worker, "current", shared.current)
+    for name in ("current", "current_or_none"):
+        monkeypatch.setattr(worker, name, shared.current)
     shared.begin()
     # What an earlier test left is not to be asked for.
     shared.sessions[0].restores += 1
+    if tier == "storage":
+
+        def stored(state: Any, **options: Any) -> Any:
+            handle = Group.snapshot(shared, state, **{"force": True} | options)
+            return handle.to_directory(tmp_path / f"step {shared.step}")
+
+        monkeypatch.setattr(shared, "snapshot", stored)
     return shared
 
 

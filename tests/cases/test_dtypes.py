@@ -12,7 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import ray_jax_ckpt as rjc
 from cases.compare import abstract, assert_bits, assert_same
+from cases.conftest import BOTH_TIERS
 from ray_jax_ckpt.errors import TreeMismatchError
+
+pytestmark = BOTH_TIERS
 
 ROWS = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("d",)), P("d"))
 NARROW = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4", "uint4", "int2", "bool"]

@@ -11,7 +11,10 @@ from flax import nnx
 
 import ray_jax_ckpt as rjc
 from cases.compare import abstract, assert_bits, assert_same
+from cases.conftest import BOTH_TIERS
 from ray_jax_ckpt.errors import TreeMismatchError
+
+pytestmark = BOTH_TIERS
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from support import eventually
 
 import ray_jax_ckpt as rjc
-from cases.conftest import OBJECT_STORE_BYTES
+from cases.conftest import BOTH_TIERS, OBJECT_STORE_BYTES
 from ray_jax_ckpt.errors import TreeMismatchError
 from ray_jax_ckpt.memory import fleet
 
@@ -86,6 +86,7 @@ def test_another_model_under_the_same_name_is_refused_before_its_first_step(run)
         rjc.restore(run.checkpoint(), {"decoder": jnp.ones((2, 2))})
 
 
+@BOTH_TIERS
 def test_donated_and_deleted_arrays_of_any_memory_are_kept_as_they_were(run):
     devices = jax.devices()
     mesh = jax.sharding.Mesh(np.array(devices[:4]), ("d",))

@@ -13,7 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import ray_jax_ckpt as rjc
 from cases.compare import abstract, assert_same
+from cases.conftest import BOTH_TIERS
 from ray_jax_ckpt.errors import TreeMismatchError, UnsupportedLeafError
+
+pytestmark = BOTH_TIERS
 
 MESH = Mesh(np.array(jax.devices()[:4]), ("d",))
 ROWS, EVERYWHERE = NamedSharding(MESH, P("d")), NamedSharding(MESH, P())
