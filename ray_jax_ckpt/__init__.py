@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ray_jax_ckpt.arrays.snapshotter import Snapshotter
     from ray_jax_ckpt.config import PersistConfig, SnapshotConfig, TlsConfig
     from ray_jax_ckpt.handler import OrbaxCheckpointHandler
-    from ray_jax_ckpt.listing import CheckpointInfo, checkpoints
+    from ray_jax_ckpt.listing import CheckpointInfo, checkpoints, remove_unfinished
     from ray_jax_ckpt.manager import CheckpointManager
     from ray_jax_ckpt.restored import Restored
     from ray_jax_ckpt.trainer import JaxConfig
@@ -36,6 +36,7 @@ __all__ = [
     "checkpoints",
     "errors",
     "latest",
+    "remove_unfinished",
     "restore",
     "snapshot",
     "wait",
@@ -53,6 +54,7 @@ _HOME = {
     "TlsConfig": "ray_jax_ckpt.config",
     "checkpoints": "ray_jax_ckpt.listing",
     "latest": "ray_jax_ckpt.worker",
+    "remove_unfinished": "ray_jax_ckpt.listing",
     "restore": "ray_jax_ckpt.worker",
     "snapshot": "ray_jax_ckpt.worker",
     "wait": "ray_jax_ckpt.worker",

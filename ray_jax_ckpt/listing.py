@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are on storage: for the driver, or any machine."""
+"""Which checkpoints of a run are on storage, and what is left of others: for the driver, or any machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import pyarrow.fs
 
+from ray_jax_ckpt.storage.files import remove_tree
 from ray_jax_ckpt.storage.filesystem import reading, resolve
+from ray_jax_ckpt.storage.manifest import MANIFEST
 from ray_jax_ckpt.storage.reader import lacking
-from ray_jax_ckpt.storage.runs import find_checkpoints
+from ray_jax_ckpt.storage.runs import find_checkpoints, find_unfinished
 
 
 @dataclass(frozen=True)
@@ -57,3 +59,28 @@ def checkpoints(run: Any, *, filesystem: Any = None) -> list[CheckpointInfo]:
         CheckpointInfo(where, files, one.step or 0, one.attempt, one.metrics.get(0, {}), one.created_at_s)
         for where, one in ordered
     ]
+
+
+def remove_unfinished(run: Any, *, dry_run: bool = True, filesystem: Any = None) -> list[str]:
+    """Removes what writers that were killed have left of a run's checkpoints. The run must not be going on.
+
+    A run that is started again does so by itself, when its next checkpoint is complete. What is complete stays.
+
+    Args:
+        run: As for `checkpoints`.
+        dry_run: Whether nothing is removed.
+        filesystem: Of pyarrow or fsspec, that a path is on.
+
+    Returns:
+        The directories that are, or would be, removed.
+
+    Raises:
+        ConfigError: `run` is nothing of that kind.
+        StorageError: The storage cannot be read, or does not let them go.
+    """
+    files, path = resolve(run, filesystem)
+    with reading(f"Removing what is unfinished of {path}"):
+        found = sorted(find_unfinished(files, path))
+        for where in () if dry_run else found:
+            remove_tree(files, where, first=MANIFEST)
+    return found

@@ -166,6 +166,7 @@ class Coordinator:
         located, chosen = (None, stored.generation) if stored is not None else (located, in_memory)
         if self._persister is not None:
             self._persister.restored(chosen)
+            ledger.spawn(self._persister.check_storage({ledger.roster.name(one): handles[one.rank] for one in members}))
         step = chosen.step if chosen else None
         path, name = stored.path if stored else None, str(chosen) if chosen else None
         self._events.add("decision", attempt=attempt, step=step, generation=name, path=path)

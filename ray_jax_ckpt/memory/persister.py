@@ -19,6 +19,7 @@ from ray_jax_ckpt.config import PersistConfig
 from ray_jax_ckpt.errors import CheckpointError, PersistError, SnapshotLostError, StoreError
 from ray_jax_ckpt.memory.ledger import Ledger
 from ray_jax_ckpt.memory.messages import Located, RunIdentity
+from ray_jax_ckpt.memory.shared_storage import SharedStorage
 from ray_jax_ckpt.memory.stored import Stored
 from ray_jax_ckpt.memory.uploads import Destination, Pace
 from ray_jax_ckpt.model import persistence
@@ -67,11 +68,23 @@ class Persister:
         self._ending = False
         self._changed = asyncio.Event()
         self._claimed: frozenset[Generation] = frozenset()
+        self._shared = SharedStorage(run, config.timeout_s, _answer)
+        # What writers that died have left is looked for once, and after failures.
+        self._untidy = True
         self.failures, self.problem = 0, ""
 
     def restored(self, generation: Generation | None) -> None:
         """A group begins: steps count from what it restores."""
         self._progress = replace(self._progress, generation=generation)
+
+    async def check_storage(self, stores: Mapping[str, ActorHandle]) -> None:
+        """Says at the start of a group if its stores would write to different places. Never raises."""
+        try:
+            await self._shared.check(stores)
+        except (CheckpointError, TimeoutError) as error:
+            said = str(error) or "storage did not answer"
+            logger.warning("Checkpoints will not reach storage as it is now: %s", said)
+            self._record("storage_unfit", error=said[:1000])
 
     # What is due.
 
@@ -147,6 +160,7 @@ class Persister:
             seconds = round(time.monotonic() - start, 3)
             self._record("persisted", step=generation.step, path=where, why=why, seconds=seconds)
             self._prune()
+            self._tidy(generation)
         except GaveWayError as error:
             logger.warning("Step %d is not written to storage (%s): %s", generation.step, why, error)
             self._record("persist_skipped", step=generation.step, why=why, reason=str(error))
@@ -160,6 +174,7 @@ class Persister:
     def _fail(self, generation: Generation, where: str, why: str, error: BaseException) -> None:
         """Notes it, and has the newest complete generation written after a pause that grows."""
         self.failures += 1
+        self._untidy = True
         said = "it took longer than PersistConfig.timeout_s" if isinstance(error, TimeoutError) else str(error)
         self.problem = f"step {generation.step} could not be written to {where} ({why}): {said}"
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self.failures - 1))
@@ -183,6 +198,7 @@ class Persister:
         handles = self._ledger.roster.among(sources)
         try:
             await self._lease(holds, handles)
+            await self._shared.check(handles)
             self._claimed = frozenset()
             plan = await asyncio.to_thread(_plan, located, sources, self._run.name)
             return await self._fill(to, plan, holds, handles)
@@ -222,12 +238,16 @@ class Persister:
     def _prune(self) -> None:
         for one in persistence.superfluous(self._config, self._stored.known.values()):
             del self._stored.known[one.generation]
-            self._ledger.spawn(self._remove(one.generation))
+            self._ledger.spawn(self._remove(one))
 
-    async def _remove(self, generation: Generation) -> None:
+    async def _remove(self, one: Persisted) -> None:
+        generation = one.generation
         where = self._stored.path(generation)
         to = Destination(self._run.filesystem, where, self._run.rebuild, self._config.timeout_s)
+        said = "no store lives"
         for attempt in range(self._config.retries + 1):
+            if attempt:
+                await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)))
             handle: Any = next(iter(self._ledger.roster.handles.values()), None)
             try:
                 if handle is not None:
@@ -235,9 +255,30 @@ class Persister:
                     self._record("checkpoint_removed", step=generation.step, path=where)
                     return
             except Exception as error:
-                logger.warning("Checkpoint %s could not be removed, trying again: %s", where, error)
-            await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt))
-        logger.warning("Checkpoint %s is superfluous and stays: it could not be removed.", where)
+                said = str(error)
+                logger.warning("Checkpoint %s could not be removed: %s", where, said)
+        logger.warning("Checkpoint %s is superfluous and stays for now: it goes with the next one that does.", where)
+        self._record("remove_failed", step=generation.step, path=where, error=said[:1000])
+        self._untidy = True
+        self._stored.known[generation] = one
+
+    def _tidy(self, newest: Generation) -> None:
+        """Has what is unfinished and older than a checkpoint that is complete removed, in the background."""
+        if self._untidy:
+            self._untidy = False
+            self._ledger.spawn(self._sweep(newest))
+
+    async def _sweep(self, newest: Generation) -> None:
+        to = Destination(self._run.filesystem, self._run.path, self._run.rebuild, self._config.timeout_s)
+        handle: Any = next(iter(self._ledger.roster.handles.values()), None)
+        try:
+            removed = await _answer(handle.sweep_checkpoints.remote(to, newest)) if handle is not None else []
+        except CheckpointError as error:
+            self._untidy = True
+            logger.warning("What is unfinished on storage could not be removed, trying again later: %s", error)
+            return
+        for path in removed:
+            self._record("unfinished_removed", path=path)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from ray.actor import ActorHandle
@@ -298,6 +299,14 @@ class ReplicaStore:
     def remove_checkpoint(self, to: Destination) -> None:
         """Removes a checkpoint."""
         self._uploads.remove(to)
+
+    def sweep_checkpoints(self, to: Destination, older_than: Generation) -> list[str]:
+        """Removes what is unfinished and older."""
+        return self._uploads.sweep(to, older_than)
+
+    def probe_storage(self, to: Destination, what: Literal["write", "look", "remove"]) -> bool:
+        """Writes, looks for, or removes a probe."""
+        return self._uploads.probe(to, what)
 
     def push(self, generation: Generation, parts: tuple[str, ...], target: str, address: str) -> None:
         """Copies held parts to another store (re-replication). Returns at once; the receiver reports what arrived."""

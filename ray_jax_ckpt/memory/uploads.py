@@ -7,20 +7,22 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import pyarrow.fs
 
 from ray_jax_ckpt.errors import PersistError, SnapshotLostError
 from ray_jax_ckpt.memory.shelf import Shelf
+from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
-from ray_jax_ckpt.storage.files import is_denied, remove_tree
+from ray_jax_ckpt.storage.files import exists, is_denied, open_output, remove_file, remove_tree
 from ray_jax_ckpt.storage.limiter import Limiter
 from ray_jax_ckpt.storage.manifest import MANIFEST, FileRecord
 from ray_jax_ckpt.storage.ocdbt import merge_databases, write_database
 from ray_jax_ckpt.storage.plan import DirectoryPlan
+from ray_jax_ckpt.storage.runs import find_unfinished
 from ray_jax_ckpt.storage.writer import Effort, Target, write_files
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,37 @@ class Uploads:
     def remove(self, to: Destination) -> None:
         """Removes a checkpoint, its manifest first. Raises PersistError."""
         self._on(to, "remove", lambda filesystem: remove_tree(filesystem, to.path, first=MANIFEST))
+
+    def sweep(self, to: Destination, older_than: Generation) -> list[str]:
+        """Removes what is unfinished of a run's checkpoints, and older. Returns the paths. Raises PersistError.
+
+        Args:
+            to: The run's directory.
+            older_than: A checkpoint that is complete.
+        """
+
+        def remove(filesystem: pyarrow.fs.FileSystem) -> list[str]:
+            found = list(find_unfinished(filesystem, to.path, older_than))
+            for path in found:
+                remove_tree(filesystem, path, first=MANIFEST)
+            return found
+
+        return self._on(to, "sweep", remove)
+
+    def probe(self, to: Destination, what: Literal["write", "look", "remove"]) -> bool:
+        """Writes, looks for, or removes a small file. Returns whether it is there. Raises OSError, PersistError."""
+
+        def act(filesystem: pyarrow.fs.FileSystem) -> bool:
+            if what == "write":
+                with open_output(filesystem, to.path) as stream:
+                    # Not empty: some object stores do not take what is.
+                    stream.write(b"Whether all nodes see this.")
+            elif what == "remove":
+                remove_file(filesystem, to.path)
+                return False
+            return exists(filesystem, to.path)
+
+        return self._on(to, f"{what} the probe", act)
 
     def _limiter(self, bytes_per_s: float | None) -> Limiter:
         with self._lock:

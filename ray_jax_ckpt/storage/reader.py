@@ -37,6 +37,8 @@ from ray_jax_ckpt.storage.source import Landings
 from ray_jax_ckpt.storage.streams import Deadline, Job, ask, run
 from ray_jax_ckpt.storage.tensors import Tensors
 
+MARKER = "commit_success.txt"
+"""Orbax's mark of what is finished. It says nothing that the manifest does not, and tools that copy leave it out."""
 ARRAYS = "arrays"
 """Part of the leaves that all ranks shared."""
 
@@ -66,12 +68,15 @@ def lacking(filesystem: pafs.FileSystem, path: str, manifest: Manifest, deadline
     selector = pafs.FileSelector(path, recursive=True, allow_not_found=True)
     what = f"Listing {describe(filesystem, path)}"
     listed = ask(lambda: filesystem.get_file_info(selector), what, deadline)
-    prefix = len(path.rstrip("/")) + 1
-    sizes = {info.path[prefix:]: info.size for info in listed if info.type == pafs.FileType.File}
+    # Some filesystems begin what they list with a slash, whatever they are asked for.
+    prefix = path.strip("/") + "/"
+    sizes = {
+        info.path.lstrip("/").removeprefix(prefix): info.size for info in listed if info.type == pafs.FileType.File
+    }
     return [
         f"{name} ({'missing' if name not in sizes else f'{sizes[name]} bytes instead of {record.size}'})"
         for name, record in manifest.files.items()
-        if sizes.get(name) != record.size
+        if sizes.get(name) != record.size and (name in sizes or name != MARKER)
     ]
 
 
@@ -82,7 +87,11 @@ def verify(filesystem: pafs.FileSystem, path: str, *, streams: int = 4, timeout_
         NoCheckpointError, IntegrityError, StorageError, RestoreTimeoutError: It is not whole, or cannot be read.
     """
     manifest, deadline = read_manifest(filesystem, path), Deadline.after(timeout_s)
-    segments = [Segment.of_file(join(path, name), record) for name, record in manifest.files.items()]
+    copied = ask(lambda: filesystem.get_file_info(join(path, MARKER)), f"Looking at {path}", deadline)
+    absent = {MARKER} if copied.type == pafs.FileType.NotFound else set()
+    segments = [
+        Segment.of_file(join(path, name), record) for name, record in manifest.files.items() if name not in absent
+    ]
     jobs = [Job(f"Reading {one.path}", partial(check, filesystem, one, deadline)) for one in segments]
     run(jobs, streams=streams, deadline=deadline)
     return manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import types
 
 import jax
@@ -16,7 +17,7 @@ from support import eventually
 
 import ray_jax_ckpt as rjc
 from cases.conftest import BOTH_TIERS, OBJECT_STORE_BYTES
-from ray_jax_ckpt.errors import TreeMismatchError
+from ray_jax_ckpt.errors import PersistError, TreeMismatchError
 from ray_jax_ckpt.memory import fleet
 
 
@@ -170,7 +171,9 @@ def test_the_numbers_of_devices_have_no_part_in_what_is_restored(run):
 
 # --- the manager's hooks
 
-HOOKS = [name for name in vars(rjc.CheckpointManager) if name.startswith(("before_", "after_"))]
+# What Ray waits for at the end of a run is the one that may fail it.
+LAST = "before_controller_shutdown"
+HOOKS = [name for name in vars(rjc.CheckpointManager) if name.startswith(("before_", "after_")) and name != LAST]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -183,13 +186,25 @@ def test_a_hook_never_raises_whatever_it_is_given_and_however_often(hook):
             assert result == ({} if hook == "before_init_train_context" else None)
 
 
-def test_a_hook_whose_work_fails_does_not_raise(monkeypatch):
-    class Broken:
-        def __getattr__(self, name):
-            raise RuntimeError("gone")
+class Broken:
+    def __getattr__(self, name):
+        raise RuntimeError("gone")
 
+
+def test_a_hook_whose_work_fails_does_not_raise():
     for hook in HOOKS:
         manager = rjc.CheckpointManager()
         manager._coordinator = manager._decision = Broken()
         call = getattr(manager, hook)
         call() if hook == "before_controller_abort" else call(Broken())
+
+
+def test_only_what_has_to_be_on_storage_at_the_end_can_fail_a_run():
+    for persist, coordinator in ((None, Broken()), (rjc.PersistConfig(), None)):
+        manager = rjc.CheckpointManager(persist=persist)
+        manager._coordinator = coordinator
+        assert asyncio.run(getattr(manager, LAST)()) is None
+    manager = rjc.CheckpointManager(persist=rjc.PersistConfig())
+    manager._coordinator = Broken()
+    with pytest.raises(PersistError, match=r"not all of it is on storage: .*gone"):
+        asyncio.run(getattr(manager, LAST)())
