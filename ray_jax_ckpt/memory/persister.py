@@ -198,7 +198,7 @@ class Persister:
         handles = self._ledger.roster.among(sources)
         try:
             await self._lease(holds, handles)
-            await self._shared.check(handles)
+            self._shared.demand()
             self._claimed = frozenset()
             plan = await asyncio.to_thread(_plan, located, sources, self._run.name)
             return await self._fill(to, plan, holds, handles)

@@ -33,23 +33,27 @@ class SharedStorage:
 
     def __init__(self, run: RunIdentity, timeout_s: float, answer: Answer) -> None:
         self._run, self._timeout_s, self._answer = run, timeout_s, answer
-        self._proven: frozenset[str] = frozenset()
-        self._checking = asyncio.Lock()
+        self._problem = ""
 
     async def check(self, stores: Mapping[str, ActorHandle]) -> None:
-        """Returns if all of these stores are known to see the same files. Asks them only once.
+        """Returns if all of these stores, which are those of a new group, see the same files.
 
         Raises:
             PersistError: They do not, or storage failed.
             TimeoutError: They did not say so in time.
         """
-        async with self._checking:
-            if len(stores) < 2 or stores.keys() <= self._proven:
-                return
-            blind = await asyncio.wait_for(self._blind(stores), TIMEOUT_S)
-            if blind:
-                raise PersistError(self._describe(blind, len(stores)))
-            self._proven |= stores.keys()
+        self._problem = ""
+        if len(stores) < 2:
+            return
+        blind = await asyncio.wait_for(self._blind(stores), TIMEOUT_S)
+        if blind:
+            self._problem = self._describe(blind, len(stores))
+            self.demand()
+
+    def demand(self) -> None:
+        """Raises PersistError if it has been found that stores do not see the same files."""
+        if self._problem:
+            raise PersistError(self._problem)
 
     async def _blind(self, stores: Mapping[str, ActorHandle]) -> list[str]:
         """Nodes that do not see what another one has written."""

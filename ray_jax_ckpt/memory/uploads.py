@@ -140,7 +140,7 @@ class Uploads:
         return self._on(to, "sweep", remove)
 
     def probe(self, to: Destination, what: Literal["write", "look", "remove"]) -> bool:
-        """Writes, looks for, or removes a small file. Returns whether it is there. Raises OSError, PersistError."""
+        """Writes, looks for, or removes a small file. Returns whether it is there. Raises PersistError."""
 
         def act(filesystem: pyarrow.fs.FileSystem) -> bool:
             if what == "write":
@@ -152,7 +152,12 @@ class Uploads:
                 return False
             return exists(filesystem, to.path)
 
-        return self._on(to, f"{what} the probe", act)
+        try:
+            return self._on(to, f"{what} the probe", act)
+        except PersistError:
+            raise
+        except OSError as error:
+            raise PersistError(f"{to.path} cannot be used to try whether storage is shared: {error}") from error
 
     def _limiter(self, bytes_per_s: float | None) -> Limiter:
         with self._lock:
