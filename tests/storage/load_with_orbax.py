@@ -14,13 +14,14 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 sys.path.insert(0, str(Path(__file__).parent))
-# Also where it is installed: importing it fails.
-sys.modules["ray_jax_ckpt"] = None  # pyright: ignore[reportArgumentType]
 
 import orbax.checkpoint as v0
 from orbax.checkpoint import v1
 from states import STATES, abstract, facts, unknown_to_orbax
 
+# Nothing so far needed this package, and nothing can import it from here on, also where it is installed.
+assert "ray_jax_ckpt" not in sys.modules
+sys.modules["ray_jax_ckpt"] = None  # pyright: ignore[reportArgumentType]
 # Without a template Orbax asks for one in a warning.
 warnings.filterwarnings("ignore", "Sharding info not provided")
 
