@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow.fs
 import pytest
 import ray
-import steered
 from group import Group
 from ray.cluster_utils import Cluster
 from support import eventually, local_cluster, new_run, workers_of
 
 import ray_jax_ckpt as rjc
+from persist import steered
 from ray_jax_ckpt import worker
 from ray_jax_ckpt.memory.messages import RunIdentity
 from ray_jax_ckpt.storage.runs import find_checkpoints

@@ -7,10 +7,10 @@ import functools
 import jax.numpy as jnp
 import pytest
 import ray
-import steered
 from support import eventually
 
 import ray_jax_ckpt as rjc
+from persist import steered
 from ray_jax_ckpt.errors import PersistError
 from ray_jax_ckpt.storage.reader import verify
 from ray_jax_ckpt.storage.restore import load

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import ray
 from support import eventually
-from test_failures import check_all, state_of, take
-from test_resume import decided, lose_memory
 
 import ray_jax_ckpt as rjc
+from persist.test_failures import check_all, state_of, take
+from persist.test_resume import decided, lose_memory
 from ray_jax_ckpt.errors import NoCheckpointError, RestoreError
 from ray_jax_ckpt.storage.reader import lacking, read_manifest
 
