@@ -196,13 +196,13 @@ class Session:
         handle.metrics.update(metrics)
         if force and not self._kept(handle):
             self.drain(timeout_s)
-            self._pipeline.lease(_lease_of(handle.generation), timeout_s)
+            self._pipeline.lease(Lease.of_handle(handle.generation), timeout_s)
             self._keep(handle)
         return handle
 
     def _reserve(self, job: Job, timeout_s: float) -> None:
         try:
-            self._pipeline.reserve(job, _lease_of(job.generation), timeout_s)
+            self._pipeline.reserve(job, Lease.of_handle(job.generation), timeout_s)
         except CheckpointError as error:
             self._abandon(job.generation, f"rank {self.rank} had no buffer for it")
             raise error if isinstance(error, SnapshotError) else SnapshotError(str(error)) from error
@@ -210,7 +210,7 @@ class Session:
     def _keep(self, handle: SnapshotCheckpoint) -> None:
         """The lease that was taken for a handle ends when the handle is collected."""
         self._leased = handle.generation
-        end = weakref.finalize(handle, self._pipeline.unlease, _lease_of(handle.generation).id)
+        end = weakref.finalize(handle, self._pipeline.unlease, Lease.of_handle(handle.generation).id)
         # It ends with the attempt anyway, and there may be no cluster to talk to when the process exits.
         end.atexit = False
 
@@ -446,8 +446,3 @@ def current() -> Session:
         "JaxTrainer runs, with at least one worker (num_workers=0 runs without a controller), and add "
         "RunConfig(callbacks=[ray_jax_ckpt.CheckpointManager()])."
     )
-
-
-def _lease_of(generation: Generation) -> Lease:
-    """The hold that a forced snapshot's handle has."""
-    return Lease(f"handle {generation}", generation, generation.attempt)

@@ -62,6 +62,11 @@ class Lease:
     source: str | None = None
     persists: bool = False
 
+    @classmethod
+    def of_handle(cls, generation: Generation) -> Lease:
+        """The hold that the handle of a forced snapshot has."""
+        return cls(f"handle {generation}", generation, generation.attempt)
+
     def keeps(self, slot: Slot) -> bool:
         """Whether a slot is not to be freed."""
         return slot.generation == self.generation and self.source in (None, slot.source)

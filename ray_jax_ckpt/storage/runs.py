@@ -47,7 +47,12 @@ def is_temporary(path: str) -> bool:
 
 def is_named_here(path: str) -> bool:
     """Whether a directory has a name that this package gives, finished or not."""
-    return _NAME.fullmatch(path.rpartition("/")[2].removesuffix(TEMPORARY).removesuffix(".old")) is not None
+    return bool(_age(_final(path)))
+
+
+def _final(path: str) -> str:
+    """The name that a directory has when it is a checkpoint."""
+    return path.removesuffix(TEMPORARY).removesuffix(".old")
 
 
 def newest_first(filesystem: pyarrow.fs.FileSystem, path: str) -> list[str]:
@@ -96,13 +101,9 @@ def find_unfinished(
         run_path: Its directory.
         older_than: What is as new, or newer, may still be under way. None: nothing is.
     """
-    selector = pyarrow.fs.FileSelector(f"{run_path.rstrip('/')}/{FOLDER}", allow_not_found=True)
-    for info in filesystem.get_file_info(selector):
-        name = info.base_name.removesuffix(TEMPORARY).removesuffix(".old")
-        found = _NAME.fullmatch(name)
-        if info.type != pyarrow.fs.FileType.Directory or found is None:
+    for path in directories(filesystem, run_path):
+        age = _age(_final(path))
+        if not age or (older_than is not None and Generation(*age) >= older_than):
             continue
-        if older_than is not None and Generation(*map(int, found.groups())) >= older_than:
-            continue
-        if name != info.base_name or not exists(filesystem, f"{info.path}/{MANIFEST}"):
-            yield info.path
+        if _final(path) != path or not exists(filesystem, f"{path}/{MANIFEST}"):
+            yield path

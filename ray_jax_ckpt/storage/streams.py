@@ -6,7 +6,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -101,10 +101,15 @@ def run(jobs: Sequence[Job], *, streams: int, deadline: Deadline) -> None:
     except BaseException:
         deadline.stopped.set()
         # A thread that comes out of C++ code when the interpreter has ended takes the process with it.
-        until_s = time.monotonic() + _GRACE_S
-        for thread in threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
+        join_all(threads, _GRACE_S)
         raise
+
+
+def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> None:
+    """Waits for threads, so long for all of them together; those that still run are left behind."""
+    until_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def _wait(done: queue.SimpleQueue[BaseException | None], running: dict[int, str], deadline: Deadline) -> None:

@@ -13,7 +13,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from ray_jax_ckpt.storage.files import (
 from ray_jax_ckpt.storage.limiter import Limiter
 from ray_jax_ckpt.storage.manifest import BLOCK_BYTES, FOLDER, MANIFEST, FileRecord, Manifest
 from ray_jax_ckpt.storage.plan import PlannedFile
+from ray_jax_ckpt.storage.streams import join_all
 
 logger = logging.getLogger(__name__)
 
@@ -202,9 +203,7 @@ class _Job:
         except BaseException:
             self._stop.set()
             # What they leave and remove is not to meet what the caller writes there next, or the caller's removal.
-            until_s = time.monotonic() + _GRACE_S
-            for thread in threads:
-                thread.join(max(0.0, until_s - time.monotonic()))
+            join_all(threads, _GRACE_S)
             raise
         return records
 
@@ -314,16 +313,6 @@ class _Digests:
         if self._size % BLOCK_BYTES:
             self._close()
         return FileRecord(size=self._size, digest=self._whole.result(), blocks=tuple(self._blocks))
-
-
-def records_of(contents: Iterable[tuple[str, bytes]]) -> dict[str, FileRecord]:
-    """Records of files whose contents are known."""
-    found = {}
-    for path, content in contents:
-        digests = _Digests(len(content))
-        digests.update(memoryview(content))
-        found[path] = digests.record()
-    return found
 
 
 def _delay_s(attempt: int) -> float:

@@ -1,21 +1,12 @@
-"""Four CPU devices and strict dtypes, and checkpoints that plain Orbax wrote in a process of its own."""
+"""Checkpoints that plain Orbax wrote in a process of its own."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-_DEVICES = "--xla_force_host_platform_device_count"
-
-if "jax" not in sys.modules:
-    if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=4".strip()
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 
 
 @pytest.fixture(scope="session")
