@@ -28,7 +28,7 @@ def bands_of(header: PushHeader, streams: int) -> tuple[Band, ...]:
     share = -(-header.total_bytes // max(1, streams))
     edges = [0]
     for offset in sorted(offset for offset, *_ in header.digests) or range(share, header.total_bytes, max(1, share)):
-        if offset - edges[-1] >= share > 0:
+        if offset - edges[-1] >= share > 0 and offset < header.total_bytes:
             edges.append(offset)
     return tuple((start, stop - start) for start, stop in itertools.pairwise([*edges, header.total_bytes]))
 

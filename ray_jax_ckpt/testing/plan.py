@@ -76,7 +76,7 @@ class Armed:
 class FaultPlan:
     """Faults for the processes of this machine, a context manager.
 
-    Inside, every Ray node, worker and actor that is started by this process gets the faults from the environment; one
+    Inside (plans nest), every Ray node, worker and actor that is started by this process gets the faults from the environment; one
     is armed at any time and fires once, in the first process that fits. A Ray cluster that runs already needs
     `ray.init(runtime_env={"env_vars": plan.env_vars})`.
 
@@ -88,15 +88,20 @@ class FaultPlan:
         self._directory = Path(tempfile.mkdtemp(prefix="ray_jax_ckpt_faults_"))
         self._count = 0
         self.env_vars: dict[str, str] = {faults.VARIABLE: str(self._directory)}
+        self._outer: str | None = None
 
     def __enter__(self) -> FaultPlan:
+        self._outer = os.environ.get(faults.VARIABLE)
         os.environ.update(self.env_vars)
         faults.use(self._directory)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        os.environ.pop(faults.VARIABLE, None)
-        faults.use(None)
+        if self._outer is None:
+            os.environ.pop(faults.VARIABLE, None)
+        else:  # nodes that start now belong to the plan around this one
+            os.environ[faults.VARIABLE] = self._outer
+        faults.use(None if self._outer is None else Path(self._outer))
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def arm(self, fault: Fault) -> Armed:

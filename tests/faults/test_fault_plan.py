@@ -24,15 +24,18 @@ for step in {steps}:
 """
 
 
+@pytest.fixture(autouse=True)
+def a_process_of_its_own(monkeypatch):
+    """The cluster of this directory's tests lives in a plan."""
+    monkeypatch.setattr(faults, "_rank", None)
+    monkeypatch.setattr(faults, "_directory", None)
+    monkeypatch.delenv(faults.VARIABLE, raising=False)
+
+
 @pytest.fixture
-def plan():
+def plan(a_process_of_its_own):
     with FaultPlan() as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def rank_of_this_process(monkeypatch):
-    monkeypatch.setattr(faults, "_rank", None)
 
 
 def child(rank, *steps):
@@ -85,6 +88,15 @@ def test_outside_of_its_block_a_plan_does_nothing():
         plan.arm(Fault("copy", "raise"))
     faults.reach("copy", 1)
     assert faults.VARIABLE not in os.environ
+
+
+def test_after_an_inner_plan_the_outer_one_counts_again(plan):
+    with FaultPlan() as inner:
+        assert os.environ[faults.VARIABLE] == inner.env_vars[faults.VARIABLE]
+    assert os.environ[faults.VARIABLE] == plan.env_vars[faults.VARIABLE]
+    plan.arm(Fault("copy", "raise"))
+    with pytest.raises(InjectedError):
+        faults.reach("copy", 1)
 
 
 def test_bytes_on_their_way_are_dropped_cut_or_changed(plan):

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.flight as fl
 import pytest
 from flight_peer import DATA, NUM_BYTES, SECRET, Shelf, header_of
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ray_jax_ckpt.digest import digest
@@ -174,6 +174,7 @@ def test_nothing_is_written_after_the_push_is_over() -> None:
 
 
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 6), st.booleans())
+@example([1, 0], 1, True)
 def test_bands_cover_a_push_and_cut_no_digested_piece(sizes: list[int], streams: int, digested: bool) -> None:
     total, offset, digests = sum(sizes), 0, []
     for size in sizes:
