@@ -76,9 +76,9 @@ class Armed:
 class FaultPlan:
     """Faults for the processes of this machine, a context manager.
 
-    Inside (plans nest), every Ray node, worker and actor that is started by this process gets the faults from the environment; one
+    Inside, every Ray node, worker and actor that is started by this process gets the faults from the environment; one
     is armed at any time and fires once, in the first process that fits. A Ray cluster that runs already needs
-    `ray.init(runtime_env={"env_vars": plan.env_vars})`.
+    `ray.init(runtime_env={"env_vars": plan.env_vars})`. Plans nest: after an inner one the outer one counts again.
 
     Attributes:
         env_vars: The environment variable through which processes find the plan.
