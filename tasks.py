@@ -35,6 +35,9 @@ CHECKS = {
     "imports": ["lint-imports", "--no-logo"],
 }
 
+# See tests/conftest.py for what runs beside what.
+SIDE_BY_SIDE = ["-n", "2", "--dist", "loadgroup"]
+
 
 def main(arguments: list[str]) -> int:
     """Run the task that the first argument names and return its exit code."""
@@ -70,7 +73,7 @@ def test(*arguments: str) -> int:
     """Run the static checks and the tests."""
     prepare()
     failed = _failed_checks()
-    if code := _run("python", "-m", "pytest", *arguments):
+    if code := _run("python", "-m", "pytest", *(arguments or SIDE_BY_SIDE)):
         failed.append(f"tests (exit code {code})")
     return _report(failed)
 
