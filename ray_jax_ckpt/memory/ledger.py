@@ -21,6 +21,7 @@ from ray_jax_ckpt.memory.barrier import Bell
 from ray_jax_ckpt.memory.messages import Group, Inventory, Located, Member, assemble_view
 from ray_jax_ckpt.memory.pulse import Pulse
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S, Roster, store_settings
+from ray_jax_ckpt.memory.shared_work import SharedWork
 from ray_jax_ckpt.memory.wire import is_encrypted
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model import pushes
@@ -62,6 +63,7 @@ class Ledger:
         self.pulse = Pulse(self)
         self.before_freeing: Callable[[], frozenset[Generation]] = frozenset
         self._examining: set[tuple[str, Generation]] = set()
+        self._verifying = SharedWork()
         self.unheard: set[str] = set()
         self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._asked: dict[tuple[Generation, str, str, str | None, str], float] = {}
@@ -411,8 +413,12 @@ class Ledger:
         if lease is not None:
             leased = await self.roster.ask(lambda store: store.lease.remote(lease), handles)
             handles = {name: handles[name] for name in leased}
-            if self._config.verify and await self.verify(generation, handles):
-                self.spawn(self.repair(generation))
+            if self._config.verify:
+                # All ranks come at once, and the bytes are the same for all.
+                key = generation, frozenset(handles)
+                damaged, first = await self._verifying.get(key, lambda: self.verify(generation, handles))
+                if damaged and first:
+                    self.spawn(self.repair(generation))
         answers = await self.roster.ask(lambda store: store.view.remote(generation), handles)
         entry = self.books.entries.get(generation)
         return assemble_view(generation, answers.values(), {} if entry is None else entry.differing())
