@@ -27,6 +27,8 @@ Each class is also the builtin a caller would expect, so ``except TimeoutError``
     │   ├── StaleAttemptError    (RuntimeError)         ... because the caller belongs to an older attempt
     │   ├── AlreadyHeldError     (FileExistsError)      ... because it has what it was to be sent
     │   └── AuthenticationError  (PermissionError)      ... because the caller lacks the run's secret
+    ├── StateError               (ValueError)           a run's state that cannot be read
+    ├── StaleDriverError         (RuntimeError)         a state whose run a newer driver has taken over
     └── NotSupportedError        (NotImplementedError)  something this version does not do
 """
 
@@ -117,6 +119,14 @@ class AlreadyHeldError(StoreError, FileExistsError):
 
 class AuthenticationError(StoreError, PermissionError):
     """A connection to a store without the run's secret."""
+
+
+class StateError(CheckpointError, ValueError):
+    """The text of a run's state that is none, or damaged."""
+
+
+class StaleDriverError(CheckpointError, RuntimeError):
+    """The state of a run that a newer driver has taken over: the older one writes it no more."""
 
 
 class NotSupportedError(CheckpointError, NotImplementedError):

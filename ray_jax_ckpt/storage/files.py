@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 import posixpath
+import uuid
 from typing import Any
 
 import pyarrow.fs
 
 TEMPORARY = ".orbax-checkpoint-tmp"
 """Suffix of a directory that is being written, where it can be renamed. Orbax takes none with it for a checkpoint."""
+ASIDE = ".aside"
+"""Suffix of a small file that is being written, where it can be renamed."""
 
 _PERMANENT = frozenset(
     {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
@@ -80,6 +84,45 @@ def open_output(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
     except FileNotFoundError:
         filesystem.create_dir(posixpath.dirname(path), recursive=True)
         return filesystem.open_output_stream(path)
+
+
+def write_whole(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes) -> None:
+    """Writes a small file so that others, and whoever comes after a crash, see its old content or all of the new one.
+
+    On disks: aside, flushed, and renamed. Object stores take it in one request, and have it or have it not.
+
+    Raises:
+        OSError: It is as it was.
+    """
+    if not renames(filesystem):
+        with open_output(for_small_files(filesystem), path) as stream:
+            stream.write(content)
+        return
+    # A name of its own: two drivers may write at once, and only whole files may meet.
+    aside = f"{path}.{uuid.uuid4().hex[:8]}{ASIDE}"
+    try:
+        with open_output(filesystem, aside) as stream:
+            stream.write(content)
+        _flush(filesystem, aside)
+        filesystem.move(aside, path)
+    except BaseException:
+        remove_file(filesystem, aside)
+        raise
+    _flush(filesystem, posixpath.dirname(path))
+
+
+def _flush(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """What a power failure must not undo. Filesystems that cannot do it are taken as they are."""
+    while isinstance(filesystem, pyarrow.fs.SubTreeFileSystem):
+        path, filesystem = posixpath.join(filesystem.base_path, path.lstrip("/")), filesystem.base_fs
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def exists(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:

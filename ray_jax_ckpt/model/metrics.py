@@ -1,0 +1,59 @@
+"""Metrics as books and manifests keep them: as JSON, exactly, and what in them says how good a checkpoint is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_QUOTE = "'"
+_SEPARATORS = "./"
+
+
+def encode(value: Any) -> Any:
+    """What stands for a metric in JSON, which has no NaN and no infinity: they become text.
+
+    Text that could be taken for one of them gets a quote in front.
+
+    Args:
+        value: Of numbers, text, bool, None, lists and mappings.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, str):
+        return _QUOTE + value if value.lstrip(_QUOTE) in _NONFINITE else value
+    if isinstance(value, Mapping):
+        return {name: encode(one) for name, one in value.items()}
+    return [encode(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`."""
+    if isinstance(value, str) and value.lstrip(_QUOTE) in _NONFINITE:
+        return value[1:] if value.startswith(_QUOTE) else _NONFINITE[value]
+    if isinstance(value, Mapping):
+        return {name: decode(one) for name, one in value.items()}
+    return [decode(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def find(metrics: Mapping[str, Any], name: str) -> Any:
+    """A metric by its name, or by a path of names with dots (or slashes, as Ray writes them); None: there is none."""
+    if name in metrics:
+        return metrics[name]
+    for at, letter in enumerate(name):
+        inner = metrics.get(name[:at]) if letter in _SEPARATORS else None
+        if isinstance(inner, Mapping) and (found := find(inner, name[at + 1 :])) is not None:
+            return found
+    return None
+
+
+def score_of(metrics: Mapping[str, Any], name: str) -> float | None:
+    """A metric as a score; None if it is missing, no number or not finite: such a one is worse than any number."""
+    found = find(metrics, name)
+    if not isinstance(found, int | float):
+        return None
+    try:
+        return float(found) if math.isfinite(found) else None
+    except OverflowError:
+        return None

@@ -1,0 +1,117 @@
+"""What lies in a run's directory, against what its state says of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+
+import pyarrow.fs
+
+from ray_jax_ckpt.errors import CheckpointError, NoCheckpointError
+from ray_jax_ckpt.model.results import Status
+from ray_jax_ckpt.storage.filesystem import join
+from ray_jax_ckpt.storage.manifest import Manifest
+from ray_jax_ckpt.storage.reader import read_manifest
+from ray_jax_ckpt.storage.records import Origin, Record, State
+from ray_jax_ckpt.storage.runs import directories, is_temporary
+
+logger = logging.getLogger(__name__)
+
+REPORTED = re.compile(r"checkpoint_.+")
+"""Names that Ray gives to the directories of what is reported."""
+
+
+def reconciled(
+    state: State, filesystem: pyarrow.fs.FileSystem, run_path: str, *, whole: bool
+) -> tuple[State, list[str]]:
+    """The state without checkpoints that are gone, and with those that it does not know of.
+
+    Args:
+        state: What is believed.
+        filesystem: Where the run is.
+        run_path: Its directory.
+        whole: Whether what was reported is looked for as well: the state is not the newest one.
+
+    Returns:
+        It, and in words what was different.
+    """
+    persisted = {path for path in _below(directories(filesystem, run_path), run_path) if not is_temporary(path)}
+    reported = _reported(filesystem, run_path)
+    kept, notes = _without_lost(state.checkpoints, persisted | reported)
+    known = {record.path for record in kept if record.status is not Status.PENDING}
+    added: list[Record] = []
+    for path in sorted(persisted - known):
+        added += _record_of(filesystem, run_path, path, "persist")
+    index = state.report_index
+    # Their names hold the time.
+    for path in sorted(reported - known) if whole else ():
+        for record in _record_of(filesystem, run_path, path, "report"):
+            added.append(record.model_copy(update={"report_index": index}))
+            index += 1
+    if added:
+        notes.append(f"It did not list {len(added)} checkpoints that are there: {_some(r.path for r in added)}")
+    ready = {record.path for record in added}
+    checkpoints = (*(record for record in kept if record.path not in ready), *added)
+    return state.changed(checkpoints=checkpoints, report_index=index), notes
+
+
+def record_of(manifest: Manifest, path: str, origin: Origin) -> Record:
+    """What a manifest says of the checkpoint at a path that is relative to its run."""
+    return Record(
+        path=path,
+        generation=str(manifest.generation),
+        step=manifest.step,
+        origin=origin,
+        metrics=dict(manifest.metrics.get(0, {})),
+        created_at_s=manifest.created_at_s,
+        num_bytes=sum(file.size for file in manifest.files.values()),
+    )
+
+
+def _record_of(filesystem: pyarrow.fs.FileSystem, run_path: str, path: str, origin: Origin) -> list[Record]:
+    """One, or none if there is no checkpoint of this package that is finished."""
+    try:
+        return [record_of(read_manifest(filesystem, join(run_path, path)), path, origin)]
+    except NoCheckpointError:
+        logger.debug("%s is unfinished, or none of this package.", path)
+    except CheckpointError as error:
+        logger.warning("Passed over the checkpoint %s: %s", path, error)
+    return []
+
+
+def _without_lost(records: Iterable[Record], there: set[str]) -> tuple[list[Record], list[str]]:
+    """Records of what is there; those of what never was stay, since they say what happened."""
+    listed = [record for record in records if record.status.is_restorable]
+    lost = [record for record in listed if record.path not in there]
+    if not lost:
+        return list(records), []
+    if len(lost) == len(listed) and not there:
+        # To go on without any would start the run afresh, and no failure says so louder than one that is missed.
+        return list(records), [
+            f"None of the {len(lost)} checkpoints that it lists is there. They stay listed: is this the storage that "
+            "the run wrote to?"
+        ]
+    gone = {record.path for record in lost}
+    note = f"{len(lost)} checkpoints that it lists are gone and no longer listed: {_some(sorted(gone))}"
+    return [record for record in records if record.path not in gone], [note]
+
+
+def _reported(filesystem: pyarrow.fs.FileSystem, run_path: str) -> set[str]:
+    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(run_path, allow_not_found=True))
+    return {
+        info.base_name
+        for info in infos
+        if info.type == pyarrow.fs.FileType.Directory and REPORTED.fullmatch(info.base_name)
+    }
+
+
+def _below(paths: Iterable[str], run_path: str) -> Iterable[str]:
+    # Some filesystems begin what they list with a slash, whatever they are asked for.
+    prefix = run_path.strip("/") + "/"
+    return (path.lstrip("/").removeprefix(prefix) for path in paths)
+
+
+def _some(paths: Iterable[str]) -> str:
+    found = list(paths)
+    return ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")
