@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -17,17 +17,31 @@ from ray_jax_ckpt.model.index import Index, Item
 from ray_jax_ckpt.model.recovery import NotHeldError, Stored, Want
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.storage.manifest import MANIFEST, FileRecord
-from ray_jax_ckpt.storage.plan import About, DirectoryPlan, PlannedFile, orbax_of, plan_files
+from ray_jax_ckpt.storage.ocdbt import pack_database
+from ray_jax_ckpt.storage.plan import (
+    About,
+    DirectoryPlan,
+    PlannedFile,
+    for_database,
+    needs_database,
+    orbax_of,
+    plan_files,
+)
 
 if TYPE_CHECKING:
     from ray_jax_ckpt.session import Session
+
+MAX_DATABASE_BYTES = 256 << 20
+"""What rank 0 copies to put very many arrays into few files. Larger states stay plain files, which take no copy."""
+
+Place = tuple[str, int, int]
 
 
 class Share:
     """Files of one generation. Thread-safe; nothing is asked for before the first call.
 
     All ranks plan the same checkpoint, so that what they write each for itself fits together. Rank 0's share has the
-    manifest.
+    manifest, and the database if there is one.
 
     Args:
         session: This rank's.
@@ -70,21 +84,33 @@ class Share:
                 "are to be reported with force=True; if it was, Orbax cannot hold its state, as rank 0's log says."
             )
         about = About(run=survey.run, step=self._generation.step, created_at_s=survey.created_at_s)
-        # As plain files, however many there are: Ray copies files.
-        return plan_files(indices, orbax_of(indices), about)
+        orbax = orbax_of(indices)
+        if needs_database(indices):
+            plan = plan_files(indices, for_database(orbax), about)
+            if sum(file.size for file in plan.files if file.in_database) <= MAX_DATABASE_BYTES:
+                return plan
+        return plan_files(indices, orbax, about)
 
     @cached_property
     def _files(self) -> Mapping[str, PlannedFile]:
-        rank = self._session.rank
-        planned = self._plan.files if self._whole else self._plan.of(rank)
-        files = {file.path: file for file in planned}
-        if self._whole or rank == 0:
-            files[MANIFEST] = self._manifest()
-        return files
+        rank, files = self._session.rank, [file for file in self._plan.files if not file.in_database]
+        if not self._whole and rank:
+            return {file.path: file for file in files if file.writer == rank}
+        # Of a database nobody knows the files before they are made, so there is one, of one process.
+        database = self._database()
+        manifest = self._manifest([*files, *database])
+        own = [file for file in files if self._whole or file.writer == rank]
+        return {file.path: file for file in [*own, *database, manifest]}
 
-    def _manifest(self) -> PlannedFile:
+    def _database(self) -> list[PlannedFile]:
+        entries = [file for file in self._plan.files if file.in_database]
+        places = list({(piece.part, piece.offset, piece.num_bytes) for entry in entries for piece in entry.pieces})
+        found = dict(zip(places, self._fetch(places), strict=True))
+        return pack_database(entries, lambda *place: found[place]) if entries else []
+
+    def _manifest(self, files: Sequence[PlannedFile]) -> PlannedFile:
         """With the digests of what was captured; those of files that were put together are made here."""
-        records = {file.path: self._record(file) for file in self._plan.files}
+        records = {file.path: self._record(file) for file in files}
         content = self._plan.manifest(records).to_bytes()
         return PlannedFile(MANIFEST, len(content), "", content=content)
 
@@ -119,14 +145,20 @@ class Share:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _piece(self, part: str, offset: int, num_bytes: int) -> np.ndarray:
-        box = ((0, num_bytes),)
-        want = Want(box, [Stored(part, Item(-1, box, offset, num_bytes), "")], 1)
-        try:
-            (found,) = self._reader.fetch([want], [np.dtype(np.uint8)])
-        except NotHeldError:
-            raise SnapshotLostError(
-                f"Step {self._generation.step}: no living store holds {part} any more. Take snapshots that are to be "
-                "reported with force=True, which keeps them until they are written."
-            ) from None
+        (found,) = self._fetch([(part, offset, num_bytes)])
         # The reader uses other memory than that of this node's stores again.
         return found if not self._reader.used_peers else found.copy()
+
+    def _fetch(self, places: Sequence[Place]) -> list[np.ndarray]:
+        """Bytes at places of parts, valid until the next call."""
+        wants = []
+        for part, offset, num_bytes in places:
+            box = ((0, num_bytes),)
+            wants.append(Want(box, [Stored(part, Item(-1, box, offset, num_bytes), "")], 1))
+        try:
+            return self._reader.fetch(wants, [np.dtype(np.uint8)] * len(wants))
+        except NotHeldError as error:
+            raise SnapshotLostError(
+                f"Step {self._generation.step}: no living store holds {', '.join(error.parts)} any more. Take "
+                "snapshots that are to be reported with force=True, which keeps them until they are written."
+            ) from None

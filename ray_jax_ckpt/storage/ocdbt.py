@@ -59,6 +59,17 @@ def write_database(
     return records | write_files(target, list(_planned(database.take_rest())), no_bytes, effort)
 
 
+def pack_database(entries: Sequence[PlannedFile], read: Read) -> list[PlannedFile]:
+    """Makes one database of few bytes, in memory. Returns its files.
+
+    Raises:
+        IntegrityError: What was read is not what was captured.
+    """
+    database = _Database("", _FILE_BYTES)
+    database.add((entry.path, _content(entry, read)) for entry in entries)
+    return list(_planned(database.take_rest()))
+
+
 def merge_databases(target: Target, plan: DirectoryPlan, effort: Effort) -> dict[str, FileRecord]:
     """Makes one database of those of several writers, when they are all written. Called by one process.
 

@@ -74,6 +74,22 @@ def test_the_ranks_shares_together_are_the_checkpoint(run, tmp_path):
         assert (loaded.step, loaded.metrics[0]) == (1, {"loss": 0.5})
 
 
+def test_very_many_arrays_are_few_files(run, tmp_path):
+    def many(rank):
+        rows = {f"leaf_{n}": jnp.full(4, n, jnp.float32) for n in range(2_100)}
+        return state_of(rank) | {"rows": rows, "own_rows": [np.full(3, rank * 10_000 + n) for n in range(3)]}
+
+    run.step += 1
+    kept = run.all_ranks(lambda rank: rjc.snapshot(run.step, many(rank), force=True))
+    target = copied(kept, tmp_path / "all")
+    assert len([path for path in target.rglob("*") if path.is_file()]) < 100
+    verify(LOCAL, str(target))
+    for rank in (0, 1):
+        assert_identical(load(str(target), many(rank), rank=rank, world_size=2).state, many(rank))
+    with kept[1].as_directory() as directory:
+        verify(LOCAL, directory)
+
+
 def test_one_share_alone_is_no_checkpoint(run, tmp_path):
     first, second = handles(run)
     with pytest.raises(rjc.errors.CheckpointError):
