@@ -16,13 +16,15 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError, StepError
+from ray_jax_ckpt.storage.files import exists
 from ray_jax_ckpt.storage.filesystem import Place, describe, join, reading, resolve
 from ray_jax_ckpt.storage.markers import int_keys
 from ray_jax_ckpt.storage.restore import load, load_data
-from ray_jax_ckpt.storage.retention import is_finished, prune
-from ray_jax_ckpt.storage.saving import Keeper, Kept, about
+from ray_jax_ckpt.storage.retention import prune
+from ray_jax_ckpt.storage.saving import Keeper, Kept, about, save_as
+from ray_jax_ckpt.storage.spares import spare, standing
 from ray_jax_ckpt.storage.steps import UNNUMBERED, list_steps, step_name
-from ray_jax_ckpt.storage.writer import Effort, Target
+from ray_jax_ckpt.storage.writer import Effort
 from ray_jax_ckpt.targets import as_saved, put_back, to_tree
 from ray_jax_ckpt.values import encode_value
 
@@ -80,8 +82,8 @@ class OrbaxCheckpointHandler:
             step: Of the training.
             keep: How many steps to keep in the directory, this one included: when it is complete the lowest others are
                 removed. None keeps all. Checkpoints of other programs are left alone.
-            overwrite: Whether to replace a checkpoint that is there. On a disk the old one goes when the new one is
-                complete; where nothing can be renamed, before that.
+            overwrite: Whether to replace a checkpoint that is there. Whenever this process is killed, the old one or
+                the new one can be restored. Where nothing can be renamed, the new one is written twice for that.
             metadata: Kept beside it, exactly: numbers, strings, bytes, numpy arrays, and dict, list and tuple of these.
                 What of it is JSON Orbax shows as `custom_metadata`.
 
@@ -170,7 +172,7 @@ class OrbaxCheckpointHandler:
         return {
             step: _path_in(directory, join(base, name), name)
             for step, name in listed.items()
-            if is_finished((filesystem, join(base, name)))
+            if standing(filesystem, join(base, name)) is not None
         }
 
     def wait_until_finished(self) -> None:
@@ -227,13 +229,8 @@ class _Save:
 
     def run(self) -> None:
         filesystem, base = self._place
-        target = Target(filesystem, join(base, self._name))
-        target.prepare(overwrite=self._overwrite)
-        try:
-            self._kept.write(target, about(self._step, self._custom), self._effort)
-        except BaseException:
-            target.discard()
-            raise
+        place = filesystem, join(base, self._name)
+        save_as(self._kept, place, about(self._step, self._custom), overwrite=self._overwrite, effort=self._effort)
         if self._step is None:
             return
         try:
@@ -246,7 +243,7 @@ def _found(place: Place) -> Place:
     """The directory, if it is there."""
     filesystem, path = place
     with reading(f"Looking at {describe(*place)}"):
-        if filesystem.get_file_info(path).type == pafs.FileType.NotFound:
+        if not _is_there(filesystem, path):
             raise NoCheckpointError(f"There is no directory {describe(*place)}.")
     return place
 
@@ -268,7 +265,7 @@ def _held(steps: Mapping[int, str]) -> str:
 
 
 def _is_there(filesystem: pafs.FileSystem, path: str) -> bool:
-    return filesystem.get_file_info(path).type != pafs.FileType.NotFound
+    return exists(filesystem, path) or ("/" in path.strip("/") and exists(filesystem, spare(path)))
 
 
 def _first(candidates: Sequence[Place], restore: Callable[[Place], Any]) -> Any:

@@ -31,6 +31,7 @@ from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST, MAX_LEAVES, check_pa
 from ray_jax_ckpt.storage.markers import unmarked
 from ray_jax_ckpt.storage.segments import Share, read_small
 from ray_jax_ckpt.storage.source import Landings
+from ray_jax_ckpt.storage.spares import named
 from ray_jax_ckpt.storage.steps import step_of
 from ray_jax_ckpt.storage.streams import ASK_S, Deadline, ask, run
 from ray_jax_ckpt.storage.tensors import Tensors
@@ -62,7 +63,7 @@ def find_tree(
         NotSupportedError: It is of the time before `_METADATA`.
         StorageError: The directory cannot be listed.
     """
-    if _TEMPORARY in os.path.basename(path):
+    if _TEMPORARY in os.path.basename(named(path)):
         return None
     until = deadline or Deadline.after(ASK_S)
     selector, where = pafs.FileSelector(path, allow_not_found=True), describe(filesystem, path)

@@ -22,6 +22,7 @@ from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST
 from ray_jax_ckpt.storage.reader import Reader
 from ray_jax_ckpt.storage.runs import newest_first
 from ray_jax_ckpt.storage.source import Source
+from ray_jax_ckpt.storage.spares import named, spare, standing
 from ray_jax_ckpt.storage.steps import UNNUMBERED, list_steps, step_of
 from ray_jax_ckpt.storage.streams import Deadline, ask
 from ray_jax_ckpt.system import available_bytes
@@ -129,13 +130,19 @@ def open_checkpoint(place: Place, *, rank: int = 0, streams: int = STREAMS, time
     effort: Any = {"streams": streams, "timeout_s": timeout_s, "available_bytes": free}
     try:
         return Reader(filesystem, path, listed=rank == 0, **effort)
-    except NoCheckpointError:
-        if not _is_foreign(place, deadline):
-            raise _nothing(place) from None
+    except (NoCheckpointError, IntegrityError) as error:
+        problem, there = error, ask(lambda: standing(filesystem, path), f"Looking at {describe(*place)}", deadline)
+    if there is not None and there != path:
+        logger.warning("%s was being replaced when its writer was killed: %s is read in its place.", path, there)
+        return open_checkpoint((filesystem, there), rank=rank, streams=streams, timeout_s=timeout_s)
+    if isinstance(problem, IntegrityError):
+        raise problem
+    if there is None:
+        raise _nothing(place)
     found = find_tree(filesystem, path, deadline)
     if found is None:
         raise _nothing(place)
-    return Foreign(filesystem, found, step=step_of(path), **effort)
+    return Foreign(filesystem, found, step=step_of(named(path)), **effort)
 
 
 def _restore(
@@ -189,8 +196,9 @@ def _candidates(place: Place, deadline: Deadline) -> list[str]:
 def _single(place: Place, deadline: Deadline) -> list[str]:
     filesystem, path = place
     only = join(path, UNNUMBERED)
-    found = ask(lambda: filesystem.get_file_info(join(only, FOLDER)), f"Looking at {describe(*place)}", deadline)
-    return [] if found.type == pafs.FileType.NotFound else [only]
+    names = [join(one, FOLDER) for one in (only, spare(only))]
+    infos = ask(lambda: filesystem.get_file_info(names), f"Looking at {describe(*place)}", deadline)
+    return [only] if any(info.type != pafs.FileType.NotFound for info in infos) else []
 
 
 def _is_checkpoint(place: Place, deadline: Deadline) -> bool:
@@ -199,17 +207,12 @@ def _is_checkpoint(place: Place, deadline: Deadline) -> bool:
     if ask(lambda: newest_first(filesystem, path), f"Listing {describe(*place)}", deadline) or _single(place, deadline):
         return False
     names = [join(path, MANIFEST), join(path, FOLDER)]
+    # A bucket has no neighbours.
+    names += [spare(path)] if "/" in path.strip("/") else []
     infos = ask(lambda: filesystem.get_file_info(names), f"Looking at {describe(*place)}", deadline)
     if any(info.type != pafs.FileType.NotFound for info in infos):
         return True
     return find_tree(filesystem, path, deadline) is not None
-
-
-def _is_foreign(place: Place, deadline: Deadline) -> bool:
-    """Whether a directory without manifest may be Orbax's own: not if this package began to write it."""
-    filesystem, path = place
-    what = f"Looking at {describe(*place)}"
-    return ask(lambda: filesystem.get_file_info(join(path, FOLDER)), what, deadline).type == pafs.FileType.NotFound
 
 
 def _nothing(place: Place) -> NoCheckpointError:

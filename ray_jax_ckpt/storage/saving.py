@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
+import pyarrow as pa
 
 from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.arrays.plan import Captured, Planner, Topology, capture
-from ray_jax_ckpt.errors import NotSupportedError
+from ray_jax_ckpt.errors import NotSupportedError, PersistError, PersistExistsError
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.model.shards import Generation
-from ray_jax_ckpt.storage.manifest import Manifest
+from ray_jax_ckpt.storage.files import remove_tree, renames
+from ray_jax_ckpt.storage.filesystem import Place
+from ray_jax_ckpt.storage.manifest import MANIFEST, Manifest
 from ray_jax_ckpt.storage.ocdbt import write_database
 from ray_jax_ckpt.storage.orbax_metadata import orbax_files
 from ray_jax_ckpt.storage.orbax_types import orbax_types
 from ray_jax_ckpt.storage.plan import About, needs_database, plan_files
+from ray_jax_ckpt.storage.spares import put_back, spare, standing
 from ray_jax_ckpt.storage.writer import Effort, Target, write_files
 
 _ALONE = Topology(0, ("here",), 1)
@@ -56,6 +61,47 @@ class Kept:
         manifest = plan.manifest(records)
         target.commit(manifest, effort)
         return manifest
+
+
+def save_as(kept: Kept, place: Place, about: About, *, overwrite: bool, effort: Effort) -> None:
+    """Writes a state as the checkpoint at a place. Blocks.
+
+    Whoever kills it at any moment leaves what was there before, or the new one, for `open_checkpoint`.
+
+    Raises:
+        PersistExistsError: There is one already, and it is not to be overwritten.
+        PersistError: Storage did not take it.
+        UnsupportedLeafError: The tree cannot be written.
+    """
+    filesystem, path = place
+    with _looking(path):
+        put_back(filesystem, path)
+        there = standing(filesystem, path)
+    if there is not None and not overwrite:
+        raise PersistExistsError(f"{path} is there already. Choose another directory or step, or overwrite it.")
+    if there == path and not renames(filesystem):
+        # What is there is removed file by file, and so must not be all that there is.
+        _write(kept, Target(filesystem, spare(path)), about, effort)
+    _write(kept, Target(filesystem, path), about, effort)
+    with _looking(path):
+        remove_tree(filesystem, spare(path), first=MANIFEST)
+
+
+def _write(kept: Kept, target: Target, about: About, effort: Effort) -> None:
+    target.prepare(overwrite=True)
+    try:
+        kept.write(target, about, effort)
+    except BaseException:
+        target.discard()
+        raise
+
+
+@contextlib.contextmanager
+def _looking(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise PersistError(f"{path} cannot be written: {error}") from error
 
 
 class Keeper:

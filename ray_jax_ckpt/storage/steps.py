@@ -7,6 +7,7 @@ import re
 import pyarrow.fs as pafs
 
 from ray_jax_ckpt.storage.filesystem import describe
+from ray_jax_ckpt.storage.spares import named
 from ray_jax_ckpt.storage.streams import Deadline, ask
 
 UNNUMBERED = "checkpoint"
@@ -31,12 +32,14 @@ def step_of(path: str) -> int | None:
 def list_steps(filesystem: pafs.FileSystem, path: str, deadline: Deadline | None = None) -> dict[int, str]:
     """Names of directories that stand for a step, by step, in ascending order; none if there is no such directory.
 
-    Whether one holds a whole checkpoint is not looked at. Where two stand for the same step, "ckpt-" comes first.
+    Whether one holds a whole checkpoint, or only its spare is there, is not looked at. Where two stand for the same
+    step, "ckpt-" comes first.
     """
     selector, what = pafs.FileSelector(path, allow_not_found=True), f"Listing {describe(filesystem, path)}"
     listed = ask(lambda: filesystem.get_file_info(selector), what, deadline)
     found: dict[int, str] = {}
-    for name in sorted((info.base_name for info in listed if info.type == pafs.FileType.Directory), reverse=True):
+    names = {named(info.base_name) for info in listed if info.type == pafs.FileType.Directory}
+    for name in sorted(names, reverse=True):
         step = step_of(name)
         if step is not None and found.get(step) != step_name(step):
             found[step] = name

@@ -36,6 +36,7 @@ from ray_jax_ckpt.storage.files import (
 from ray_jax_ckpt.storage.limiter import Limiter
 from ray_jax_ckpt.storage.manifest import BLOCK_BYTES, FOLDER, MANIFEST, FileRecord, Manifest
 from ray_jax_ckpt.storage.plan import PlannedFile
+from ray_jax_ckpt.storage.spares import spare
 from ray_jax_ckpt.storage.streams import join_all
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class Target:
 
     def _rename(self) -> None:
         """What is to be overwritten goes only when its successor has its place."""
-        old = f"{self.path}.old{TEMPORARY}"
+        old = spare(self.path)
         remove_tree(self.filesystem, old, first=MANIFEST)
         if exists(self.filesystem, self.path):
             self.filesystem.move(self.path, old)
