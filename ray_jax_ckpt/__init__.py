@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ray_jax_ckpt.handler import OrbaxCheckpointHandler
     from ray_jax_ckpt.listing import CheckpointInfo, checkpoints, remove_unfinished
     from ray_jax_ckpt.manager import CheckpointManager
+    from ray_jax_ckpt.metrics import to_metrics
     from ray_jax_ckpt.restored import Restored
     from ray_jax_ckpt.trainer import JaxConfig
     from ray_jax_ckpt.worker import latest, restore, snapshot, wait
@@ -39,6 +40,7 @@ __all__ = [
     "remove_unfinished",
     "restore",
     "snapshot",
+    "to_metrics",
     "wait",
 ]
 
@@ -57,6 +59,7 @@ _HOME = {
     "remove_unfinished": "ray_jax_ckpt.listing",
     "restore": "ray_jax_ckpt.worker",
     "snapshot": "ray_jax_ckpt.worker",
+    "to_metrics": "ray_jax_ckpt.metrics",
     "wait": "ray_jax_ckpt.worker",
 }
 

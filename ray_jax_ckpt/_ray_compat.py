@@ -35,6 +35,7 @@ __all__ = [
     "run_location",
     "run_path",
     "scaling_config_of",
+    "score_attribute",
     "set_checkpoint",
     "storage_filesystem",
     "world_rank",
@@ -116,6 +117,15 @@ def group() -> tuple[int, int] | None:
     except RuntimeError:
         return None
     return context.get_world_rank(), context.get_world_size()
+
+
+def score_attribute() -> str | None:
+    """The metric that Ray ranks the checkpoints of this worker's run by; None: none, or this is no worker."""
+    try:
+        config: Any = get_train_context().train_run_context.run_config
+    except (AttributeError, RuntimeError):
+        return None
+    return getattr(getattr(config, "checkpoint_config", None), "checkpoint_score_attribute", None)
 
 
 def set_checkpoint(checkpoint: Any) -> Any:

@@ -143,8 +143,9 @@ class PersistConfig(_Settings):
         every_s: A snapshot is due so many seconds after the last one was. None: time does not count.
         num_to_keep: How many checkpoints stay: the best by `score_attribute`, or the newest. The newest always stays,
             beside the best if it is none of them. None: all.
-        score_attribute: Name of the metric, as given to `snapshot(metrics=...)` on rank 0, that says which checkpoints
-            are the best. Ones that lack it, or have NaN, rank worst. None: the newest are the best.
+        score_attribute: Name, or path such as "eval.loss", of the metric, as given to `snapshot(metrics=...)` on rank
+            0, that says which checkpoints are the best. Ones that lack it, or have no finite number there, rank worst.
+            None: the newest are the best.
         score_order: Whether "max" or "min" of it is best.
         keep_every_n_steps: Checkpoints at multiples of this stay for ever, and do not count in `num_to_keep`.
         on_failure: Write the newest complete snapshot whenever a worker group fails, from the stores that live, while

@@ -32,7 +32,7 @@ class CheckpointInfo:
     filesystem: pyarrow.fs.FileSystem = field(repr=False)
     step: int
     attempt: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
     created_at_s: float
 
 

@@ -57,10 +57,12 @@ class StorageSide:
 
     Attributes:
         persists: Whether the stores write by themselves.
+        score: Metric that checkpoints are ranked by, or None.
     """
 
     def __init__(self, config: PersistConfig | None, coordinator: ActorHandle, ask: Callable[[Any], Any]) -> None:
         self.persists = config is not None
+        self.score = config.score_attribute if config is not None else None
         self._limit = config.fail_after if config is not None else None
         self._coordinator, self._ask = coordinator, ask
         self._asked: Any = None

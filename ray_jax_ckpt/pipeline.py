@@ -25,6 +25,7 @@ from ray_jax_ckpt.errors import CheckpointError, SnapshotError, SnapshotTimeoutE
 from ray_jax_ckpt.memory.arena import Mapping, open_segment
 from ray_jax_ckpt.memory.messages import Grant
 from ray_jax_ckpt.memory.store import writer_identity
+from ray_jax_ckpt.metrics import stored
 from ray_jax_ckpt.model.index import Index, Layout
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
@@ -245,7 +246,7 @@ class Pipeline:
             if self._reject_nonfinite:
                 # Before the commit: what is complete can be restored.
                 check_finite(layout, buffer, values)
-            index = Index(job.generation, layout, digests, values, data, _numbers(job), blobs)
+            index = Index(job.generation, layout, digests, values, data, _plain(job), blobs)
             ref = self._store.commit.remote(self._attempt, grant.slot, index.to_bytes())
             ray.get(ref, timeout=self._timeout_s + GRACE_S)
         except BaseException:
@@ -272,13 +273,13 @@ class Pipeline:
         return found
 
 
-def _numbers(job: Job) -> dict[str, float]:
-    """The metrics as numbers, fetched from the devices. What is none is left out: it must not cost the snapshot."""
-    numbers = {}
+def _plain(job: Job) -> dict[str, Any]:
+    """The metrics, fetched from the devices. What cannot be is left out: it must not cost the snapshot."""
+    plain = {}
     # A copy: the training thread may add some meanwhile.
     for name, value in dict(job.metrics).items():
         try:
-            numbers[name] = float(value)
+            plain |= stored({name: value})
         except Exception as error:
-            logger.warning("Metric %r of step %d is left out, it is no number: %r", name, job.generation.step, error)
-    return numbers
+            logger.warning("Metric %r of step %d is left out, it cannot be had: %r", name, job.generation.step, error)
+    return plain

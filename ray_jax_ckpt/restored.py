@@ -20,7 +20,7 @@ class Restored:
         data: This rank's `data` state as it was saved; with another number of processes than saved it, what it was
             resharded to, or None if nothing was.
         data_by_rank: Every rank's, of the group that took the snapshot.
-        metrics: This rank's metrics, as numbers.
+        metrics: This rank's metrics, scalar arrays as Python numbers.
         source: The slowest tier that bytes came from: "memory:local", "memory:peer" or "storage".
     """
 
@@ -28,7 +28,7 @@ class Restored:
     step: Any
     data: Any = field(repr=False)
     data_by_rank: Mapping[int, Any] = field(repr=False)
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
     source: str
 
 

@@ -51,9 +51,9 @@ class Session:
 
     def __init__(self, wiring: Wiring, decision: Decision, rank: int) -> None:
         self.coordinator, self.config, self.decision, self.rank = wiring.coordinator, wiring.config, decision, rank
-        self._storage = StorageSide(wiring.persist, self.coordinator, self.ask)
+        self.storage = StorageSide(wiring.persist, self.coordinator, self.ask)
         if rank == 0:
-            self._storage.prepare()
+            self.storage.prepare()
         self.restores = 0
         # Path of what `get_checkpoint()` gives.
         self.offered = decision.stored.path if decision.stored is not None else ""
@@ -109,7 +109,7 @@ class Session:
     ) -> SnapshotCheckpoint | None:
         """See `ray_jax_ckpt.snapshot`."""
         step = self._checked_step(step)
-        self._storage.check()
+        self.storage.check()
         announced = self._listener.arrive((self.restores, step))
         if self._handle is not None and step == self._handle.step:
             return self._again(self._handle, metrics, force, timeout_s)
@@ -122,7 +122,7 @@ class Session:
         planner = self._ready_planner(generation, force, timeout_s)
         if planner is None:
             return None
-        plan = planner.plan(flat, self._storage.describer(force))
+        plan = planner.plan(flat, self.storage.describer(force))
         data_state = DataCapture(data, self.config.max_data_bytes)
         try:
             if not self._has_memory(generation, plan, data_state.num_bytes, force):
@@ -167,7 +167,7 @@ class Session:
             describe(*leaf)
         if jax.process_count() == 1:
             self._planner = self._new_planner(0)
-            self._check_memory(self._planner.plan(flat, self._storage.describer(False)), 0)
+            self._check_memory(self._planner.plan(flat, self.storage.describer(False)), 0)
         self._warn_at_first()
         self._looked = True
 
@@ -350,7 +350,7 @@ class Session:
             return
         members, config = self.decision.members, self.config
         ranks = [member.rank for member in members if member.node_id == self.node_id]
-        need = Need.of(plan, ranks, members, self._room.num_bytes, config.copies, self._storage.persists)
+        need = Need.of(plan, ranks, members, self._room.num_bytes, config.copies, self.storage.persists)
         if self.rank == ranks[0]:
             logger.info("%s.", need)
         need.check(config, sum(self._held_bytes(rank) for rank in ranks))

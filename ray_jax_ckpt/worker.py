@@ -19,6 +19,7 @@ from ray_jax_ckpt.errors import (
 )
 from ray_jax_ckpt.memory.messages import Located
 from ray_jax_ckpt.memory.reader import Reader
+from ray_jax_ckpt.metrics import stored
 from ray_jax_ckpt.model.books import Status
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.observe import faults
@@ -52,7 +53,8 @@ def snapshot(
             saves files (Orbax's `StatefulCheckpointable`; its background part runs in the background), or plain values
             (numbers, strings, bytes, None, numpy arrays); or a dict, list or tuple of these, nested too. At most
             `SnapshotConfig.max_data_bytes`.
-        metrics: Numbers or scalar arrays; fetched from the devices in the background.
+        metrics: By name: numbers, scalar arrays, text, bools, None, or lists and dictionaries of them. Scalar arrays
+            are fetched from the devices in the background. `PersistConfig.score_attribute` names one by its path.
         force: Take it although no `every_n_steps` is due, and keep it until the handle is collected.
         timeout_s: Bound of waiting for the previous snapshot and for a buffer. None: `SnapshotConfig.timeout_s`.
 
@@ -62,12 +64,14 @@ def snapshot(
 
     Raises:
         StepError, UnsupportedLeafError, DataStateError, NoSessionError: The call cannot work; nothing was taken.
+        ConfigError: A metric cannot be stored, or is to rank checkpoints and is no number; nothing was taken.
         MemoryLimitError: The first snapshot of an attempt needs more memory than it may have. Later ones are skipped
             with a warning, unless `force` is set.
         SnapshotError: Only with `force`: it could not be taken in time. Without it failures are warnings.
     """
     session = current()
-    return session.snapshot(step, state, data, _checked_metrics(metrics), force, _bound(session, timeout_s))
+    plain = stored({} if metrics is None else metrics, defer=True, score=session.storage.score)
+    return session.snapshot(step, state, data, plain, force, _bound(session, timeout_s))
 
 
 def restore(
@@ -199,14 +203,6 @@ def _positive(timeout_s: Any) -> float:
     if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s takes a positive number of seconds, or None for the run's: got {timeout_s!r}.")
     return timeout_s
-
-
-def _checked_metrics(metrics: Any) -> dict[str, Any]:
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise ConfigError(f"metrics takes a dictionary of numbers by name, got {metrics!r:.200}.")
-    return dict(metrics)
 
 
 def _snapshot_of(checkpoint: Any) -> SnapshotCheckpoint:

@@ -198,7 +198,7 @@ class Index:
     digests: Mapping[str, Sequence[str]] = field(repr=False)
     values: Mapping[int, Any] = field(default_factory=dict, repr=False)
     data: Any = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     blobs: Sequence[tuple[int, int, str]] = field(default=(), repr=False)
 
     def to_bytes(self) -> bytes:

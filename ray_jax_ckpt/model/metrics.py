@@ -37,15 +37,32 @@ def decode(value: Any) -> Any:
     return [decode(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def find(metrics: Mapping[str, Any], name: str) -> Any:
-    """A metric by its name, or by a path of names with dots (or slashes, as Ray writes them); None: there is none."""
+def locate(metrics: Any, name: str) -> tuple[Any, str] | None:
+    """The mapping that holds a metric itself, and its name there; None: there is no such metric.
+
+    Args:
+        metrics: All.
+        name: Of one, or a path of names with dots (or slashes, as Ray writes them).
+    """
+    holder, last = holder_for(metrics, name)
+    return (holder, last) if last in holder else None
+
+
+def holder_for(metrics: Any, name: str) -> tuple[Any, str]:
+    """As `locate`, for a metric that may be missing: then the innermost mapping that its path leads to."""
     if name in metrics:
-        return metrics[name]
+        return metrics, name
     for at, letter in enumerate(name):
         inner = metrics.get(name[:at]) if letter in _SEPARATORS else None
-        if isinstance(inner, Mapping) and (found := find(inner, name[at + 1 :])) is not None:
-            return found
-    return None
+        if isinstance(inner, Mapping):
+            return holder_for(inner, name[at + 1 :])
+    return metrics, name
+
+
+def find(metrics: Mapping[str, Any], name: str) -> Any:
+    """A metric by its name or path; None: there is none."""
+    place = locate(metrics, name)
+    return None if place is None else place[0][place[1]]
 
 
 def score_of(metrics: Mapping[str, Any], name: str) -> float | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ray_jax_ckpt.config import PersistConfig
+from ray_jax_ckpt.model import results
 from ray_jax_ckpt.model.shards import Generation
 
 
@@ -34,7 +35,7 @@ class Persisted:
     """
 
     generation: Generation
-    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    metrics: Mapping[str, Any] = field(default_factory=dict, hash=False)
     path: str = ""
 
 
@@ -56,28 +57,16 @@ def is_due(config: PersistConfig, generation: Generation, progress: Progress, no
 
 def superfluous(config: PersistConfig, found: Iterable[Persisted]) -> list[Persisted]:
     """Checkpoints that are to be removed, oldest first. The newest one never is."""
-    known = sorted(found, key=lambda one: one.generation)
-    if config.num_to_keep is None or not known:
-        return []
-    counted = [one for one in known if not _stays(config, one)]
-    best = {one.generation for one in _ranked(config, counted)[: config.num_to_keep]}
-    return [one for one in counted if one.generation not in best and one is not known[-1]]
+    known = {str(one.generation): one for one in found}
+    return [known[entry.key] for entry in results.superfluous(policy_of(config), map(_entry, known.values()))]
 
 
-def _stays(config: PersistConfig, one: Persisted) -> bool:
-    return config.keep_every_n_steps is not None and one.generation.step % config.keep_every_n_steps == 0
+def policy_of(config: PersistConfig) -> results.Policy:
+    """What of a user's settings says what stays."""
+    return results.Policy(
+        config.num_to_keep, config.score_attribute, config.score_order, keep_every_n_steps=config.keep_every_n_steps
+    )
 
 
-def _ranked(config: PersistConfig, found: Sequence[Persisted]) -> list[Persisted]:
-    """Best first; of equals the newer one."""
-    newest_first = sorted(found, key=lambda one: one.generation, reverse=True)
-    name = config.score_attribute
-    if name is None:
-        return newest_first
-    sign = -1.0 if config.score_order == "max" else 1.0
-
-    def rank(one: Persisted) -> tuple[bool, float]:
-        score = one.metrics.get(name, math.nan)
-        return math.isnan(score), 0.0 if math.isnan(score) else sign * score
-
-    return sorted(newest_first, key=rank)
+def _entry(one: Persisted) -> results.Entry:
+    return results.Entry(str(one.generation), one.generation, one.generation.step, metrics=one.metrics)

@@ -119,7 +119,7 @@ class Foreign:
         self._filesystem, self._path, self._timeout_s, self._streams = filesystem, path, timeout_s, streams
         self._where = describe(filesystem, path)
         self.step = step
-        self.metrics: Mapping[int, Mapping[str, float]] = {}
+        self.metrics: Mapping[int, Mapping[str, Any]] = {}
         deadline = Deadline.after(timeout_s)
         tree = _json(filesystem, join(path, TREE), deadline)
         custom = tree.get("custom_metadata")

@@ -19,12 +19,14 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     ValidationError,
+    field_serializer,
     field_validator,
     model_validator,
 )
 
 import ray_jax_ckpt.values  # noqa: F401  (np.dtype knows bfloat16 and its like only then)
 from ray_jax_ckpt.errors import IntegrityError, NotSupportedError
+from ray_jax_ckpt.model import metrics as metrics_
 from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.model.shards import Box, Generation, whole
 from ray_jax_ckpt.storage.grid import chunks_of, num_chunks
@@ -179,7 +181,7 @@ class Manifest(_Record):
         created_at_s: Unix time.
         world_size: Ranks of the group that made it. Each has a `rank_file`.
         structure: Digest of the tree and how it was sharded.
-        metrics: Per rank.
+        metrics: Per rank. In JSON as `ray_jax_ckpt.model.metrics.encode` makes them.
         leaves: In tree order.
         skeleton: JSON of the tree's inner nodes; see `ray_jax_ckpt.arrays.skeleton`.
         values: Of leaves of the form "value", by their number in tree order, as `ray_jax_ckpt.values` encodes them.
@@ -194,7 +196,7 @@ class Manifest(_Record):
     created_at_s: float = 0.0
     world_size: PositiveInt = 1
     structure: str = ""
-    metrics: dict[int, dict[str, float]] = {}
+    metrics: dict[int, dict[str, Any]] = {}
     leaves: tuple[LeafRecord, ...] = Field(max_length=MAX_LEAVES)
     skeleton: str = "{}"
     values: dict[int, Any] = {}
@@ -215,6 +217,10 @@ class Manifest(_Record):
         if len(encoded) > MAX_MANIFEST_BYTES:
             raise ValueError(f"the manifest has {len(encoded)} bytes, and {MAX_MANIFEST_BYTES} are read at most")
         return encoded
+
+    @field_serializer("metrics", when_used="json")
+    def _encoded(self, found: dict[int, dict[str, Any]]) -> Any:
+        return metrics_.encode(found)
 
     @model_validator(mode="after")
     def _is_whole(self) -> Manifest:
@@ -320,6 +326,10 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         )
     if type(version) is not int or version != FORMAT:
         raise IntegrityError(f"{where} is not the manifest of a checkpoint: its format is {version!r:.50}.")
+    try:
+        tree = {**tree, "metrics": metrics_.decode(tree.get("metrics", {}))}
+    except RecursionError:
+        raise IntegrityError(f"{where} is damaged: it is nested too deeply.") from None
     return _parse(Manifest, tree, where)
 
 

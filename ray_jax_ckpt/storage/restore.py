@@ -52,7 +52,7 @@ class Loaded:
     state: Any = field(repr=False)
     step: int | None
     data_by_rank: Mapping[int, Any] = field(repr=False)
-    metrics: Mapping[int, Mapping[str, float]]
+    metrics: Mapping[int, Mapping[str, Any]]
     path: str
     specs: Sequence[LeafSpec] = field(default=(), repr=False)
     foreign: bool = False

@@ -23,7 +23,7 @@ class Source(Protocol):
         ...
 
     @property
-    def metrics(self) -> Mapping[int, Mapping[str, float]]:
+    def metrics(self) -> Mapping[int, Mapping[str, Any]]:
         """Per rank."""
         ...
 

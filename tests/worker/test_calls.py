@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import tempfile
 import threading
@@ -258,13 +259,26 @@ def test_a_changed_tree_is_taken_as_it_is(attempts):
         )
 
 
-def test_metrics_that_are_no_numbers_cost_no_snapshot(attempts, caplog):
+def test_metrics_that_cannot_be_had_cost_no_snapshot(attempts, caplog):
     attempts.begin()
     gone = jnp.float32(1)
     gone.delete()
-    handle = rjc.snapshot(1, {"x": 1}, metrics={"loss": np.float32(0.5), "who": "me", "all": np.ones(3), "gone": gone})
-    assert rjc.restore(handle).metrics == {"loss": 0.5}
-    assert "'who' of step 1" in caplog.text
+    given = {"loss": np.float32(0.5), "who": "me", "eval": {"acc": jnp.bfloat16(0.5), "bad": math.nan}, "gone": gone}
+    found = rjc.restore(rjc.snapshot(1, {"x": 1}, metrics=given)).metrics
+    assert found["loss"] == found["eval"]["acc"] == 0.5
+    assert (found["who"], math.isnan(found["eval"]["bad"]), "gone" in found) == ("me", True, False)
+    assert "'gone' of step 1" in caplog.text
+
+
+def test_metrics_that_cannot_be_stored_are_refused_by_name(attempts):
+    attempts.begin().storage.score = "eval.loss"
+    for value in (np.ones(3), {1}, jnp.ones(1)):
+        with pytest.raises(rjc.errors.ConfigError, match="metric 'eval/loss' is a"):
+            rjc.snapshot(1, {"x": 1}, metrics={"eval": {"loss": value}})
+    with pytest.raises(rjc.errors.ConfigError, match=r"ranked by the metric 'eval\.loss', which must be a number"):
+        rjc.snapshot(1, {"x": 1}, metrics={"eval": {"loss": "x"}})
+    with pytest.raises(rjc.errors.ConfigError, match="takes a dictionary by name"):
+        rjc.snapshot(1, {"x": 1}, metrics=[])
 
 
 # --- what cannot be taken
