@@ -165,7 +165,7 @@ class Coordinator:
         ledger.spawn(ledger.form_group(attempt))
         located, chosen = (None, stored.generation) if stored is not None else (located, in_memory)
         if self._persister is not None:
-            self._persister.restored(chosen)
+            self._persister.begin_group(chosen, members)
         step = chosen.step if chosen else None
         bad = frozenset(self._stored.bad)
         path, name = stored.path if stored else None, str(chosen) if chosen else None

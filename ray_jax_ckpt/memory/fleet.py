@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.annotations import RayDeprecationWarning
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_jax_ckpt.memory.messages import Member, StoreSettings
@@ -126,3 +128,11 @@ def failure_domains(nodes: dict[str, dict[str, str]], setting: str, copies: int)
     if setting == "node":
         return {node: node for node in nodes}
     return {node: labels.get(setting, node) for node, labels in nodes.items()}
+
+
+def was_restarted() -> bool:
+    """Whether Ray has started the calling actor again after its death."""
+    with warnings.catch_warnings():
+        # Ray's own property looks up the actor by what Ray has deprecated.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)

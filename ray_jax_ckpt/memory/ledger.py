@@ -18,6 +18,7 @@ from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import RestoreError
 from ray_jax_ckpt.memory import damage
 from ray_jax_ckpt.memory.barrier import Bell
+from ray_jax_ckpt.memory.fleet import was_restarted
 from ray_jax_ckpt.memory.messages import Group, Inventory, Located, Member, assemble_view
 from ray_jax_ckpt.memory.pulse import Pulse
 from ray_jax_ckpt.memory.roster import ANSWER_TIMEOUT_S, Roster, store_settings
@@ -56,7 +57,6 @@ class Ledger:
         self.changed = Bell()
         self._standing: tuple[Books | None, Mapping[Generation, Status]] = (None, {})
         self._config, self._record = config, record
-        self.me = ray.get_runtime_context().current_actor
         self._early: dict[str, list[Held]] = {}
         self._forming = asyncio.Lock()
         self._settling: asyncio.TimerHandle | None = None
@@ -65,7 +65,7 @@ class Ledger:
         self._examining: set[tuple[str, Generation]] = set()
         self._verifying = SharedWork()
         self.unheard: set[str] = set()
-        self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._restarted = was_restarted()
         self._asked: dict[tuple[Generation, str, str, str | None, str], float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         # Nor is anything freed before a driver's first decision: it may only look, and what stores say they hold has
@@ -224,7 +224,7 @@ class Ledger:
         """
         handles, dead = dict(self.roster.handles), set()
         inventories = await self.roster.ask(
-            lambda store: store.inventory.remote(self.me, attempt),
+            self.roster.who(attempt),
             handles,
             timeout_s=self._config.timeout_s,
             enough=lambda answers: self.books.does_without(self._missing(answers) - dead, dead),
@@ -306,7 +306,7 @@ class Ledger:
         members = {self.roster.name(member): member for member in self.members}
         for _ in range(START_TRIES):
             handles = {name: self.roster.of(member, self.secret, attempt) for name, member in members.items()}
-            answers = await self.roster.ask_when_started(lambda store: store.inventory.remote(self.me), handles)
+            answers = await self.roster.ask_when_started(self.roster.who(attempt), handles)
             if attempt != self.books.attempt:
                 break
             for name, inventory in answers.items():

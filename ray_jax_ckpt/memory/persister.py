@@ -7,18 +7,18 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
 
 from ray_jax_ckpt.config import PersistConfig
-from ray_jax_ckpt.errors import CheckpointError, PersistError, SnapshotLostError, StoreError
 from ray_jax_ckpt.memory.ledger import Ledger
-from ray_jax_ckpt.memory.messages import Located, RunIdentity
+from ray_jax_ckpt.memory.messages import Located, Member, RunIdentity
+from ray_jax_ckpt.memory.removals import Removal, Removals
+from ray_jax_ckpt.memory.replies import GaveWayError, reply
+from ray_jax_ckpt.memory.shared_storage import SharedStorage
 from ray_jax_ckpt.memory.stored import Stored
 from ray_jax_ckpt.memory.uploads import Destination, Pace
 from ray_jax_ckpt.model import persistence
@@ -34,12 +34,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 10.0
 END_TRIES = 2
 LOOK_INTERVAL_S = 0.5
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
 DISCARD_TIMEOUT_S = 30.0
-
-
-class GaveWayError(StoreError):
-    """An upload that was not begun, or was given up, for the sake of snapshots."""
 
 
 class Persister:
@@ -67,12 +62,17 @@ class Persister:
         self._ending = False
         self._changed = asyncio.Event()
         self._claimed: frozenset[Generation] = frozenset()
-        self._removals = self._skipped = 0
+        self._skipped = 0
+        self._removals = Removals(ledger, config, run, record)
+        self._shared = SharedStorage(run, config.timeout_s, ledger.roster.driver, record)
         self.failures, self.problem = 0, ""
 
-    def restored(self, generation: Generation | None) -> None:
-        """A group begins: steps count from what it restores."""
+    def begin_group(self, generation: Generation | None, members: Iterable[Member]) -> None:
+        """A group begins: steps count from what it restores, and its nodes have to have the same storage."""
         self._progress = replace(self._progress, generation=generation)
+        names = {member.node_id: self._ledger.roster.name(member) for member in members}
+        handles = self._ledger.roster.among(names.values())
+        self._shared.begin({node: handles[name] for node, name in names.items() if name in handles})
 
     # What is due.
 
@@ -127,10 +127,7 @@ class Persister:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOOK_INTERVAL_S)
-        deadline = time.monotonic() + DISCARD_TIMEOUT_S
-        # The stores end next, and with them what they remove.
-        while self._removals and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+        await self._removals.settle(DISCARD_TIMEOUT_S)
         return self.problem
 
     async def _await_group(self) -> None:
@@ -181,7 +178,7 @@ class Persister:
 
     def _later(self, why: str, times: int) -> float:
         """Has the newest complete generation written after a pause that grows with `times`; returns that."""
-        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (times - 1))
+        pause = persistence.pause_s(times)
         self._wanted, self._not_before = self._wanted or why, time.monotonic() + pause
         asyncio.get_running_loop().call_later(pause + 0.01, self._begin)
         return pause
@@ -197,16 +194,16 @@ class Persister:
         self._record("persist_failed", step=generation.step, why=why, failures=self.failures, error=said[:1000])
 
     async def _write(self, generation: Generation, where: str) -> Persisted:
-        to = Destination(self._run.filesystem, where, self._run.rebuild, self._config.timeout_s)
+        await self._shared.demand()
+        driver = self._ledger.roster.driver
+        to = Destination.of(self._run, where, self._config.timeout_s, driver)
         located = await self._ledger.locate(generation)
         if located is None:
             raise GaveWayError("it was replaced before it could be leased")
         sources = sources_of(located)
         lease_id = f"upload {generation} {uuid.uuid4().hex[:8]}"
-        holds = {
-            name: Lease(lease_id, generation, None, source=name if source.own else None, persists=not self._ending)
-            for name, source in sources.items()
-        }
+        hold = Lease(lease_id, generation, None, persists=not self._ending, driver=driver)
+        holds = {name: replace(hold, source=name if source.own else None) for name, source in sources.items()}
         handles = self._ledger.roster.among(sources)
         try:
             await self._lease(holds, handles)
@@ -219,7 +216,7 @@ class Persister:
 
     async def _lease(self, holds: Mapping[str, Lease], handles: Mapping[str, ActorHandle]) -> None:
         answers = await asyncio.gather(
-            *(_answer(handle.lease.remote(holds[name])) for name, handle in handles.items()), return_exceptions=True
+            *(reply(handle.lease.remote(holds[name])) for name, handle in handles.items()), return_exceptions=True
         )
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if failed or handles.keys() != holds.keys():
@@ -234,52 +231,25 @@ class Persister:
         first, shared = handles[names[0]], ray.put(plan)
         try:
             writers = sorted({file.writer for file in plan.files})
-            shares = [_answer(handles[names[n]].upload.remote(to, holds[names[n]], shared, n, pace)) for n in writers]
+            shares = [reply(handles[names[n]].upload.remote(to, holds[names[n]], shared, n, pace)) for n in writers]
             found: list[Mapping[str, FileRecord]] = await asyncio.gather(*shares)
             records = {path: record for share in found for path, record in share.items()}
-            await _answer(first.finish_upload.remote(to, shared, records, config.retries))
+            await reply(first.finish_upload.remote(to, shared, records, config.retries))
         except BaseException:
             first.discard_upload.remote(replace(to, timeout_s=DISCARD_TIMEOUT_S))
             # What is under way at other stores comes after that.
-            self._stored.failed.add(to.path)
+            self._removals.add(Removal(to.path, "discard_upload"))
             raise
         return Persisted(plan.head.generation, plan.head.metrics.get(0, {}), to.path)
-
-    # Removing.
 
     def _prune(self) -> None:
         for one in persistence.superfluous(self._config, self._stored.known.values()):
             del self._stored.known[one.generation]
-            self._ledger.spawn(self._remove(one.path, "remove_checkpoint", step=one.generation.step))
-        for where in self._stored.failed:
-            self._ledger.spawn(self._remove(where, "discard_upload"))
+            self._removals.add(Removal(one.path, "remove_checkpoint", one.generation.step))
         for where in self._stored.unfinished:
-            self._ledger.spawn(self._remove(where, "clear_upload"))
-        self._stored.failed, self._stored.unfinished = set(), set()
-
-    async def _remove(self, where: str, method: str, step: int | None = None) -> None:
-        self._removals += 1
-        try:
-            if not await self._removed(where, method):
-                logger.warning("%s is superfluous and stays: it could not be removed.", where)
-            elif step is not None:
-                self._record("checkpoint_removed", step=step, path=where)
-        finally:
-            self._removals -= 1
-
-    async def _removed(self, where: str, method: str) -> bool:
-        to = Destination(self._run.filesystem, where, self._run.rebuild, self._config.timeout_s)
-        for attempt in range(self._config.retries + 1):
-            handle: Any = next(iter(self._ledger.roster.handles.values()), None)
-            try:
-                if handle is not None:
-                    removal = getattr(handle, method).remote(to)
-                    await asyncio.wait_for(_answer(removal), to.timeout_s + GRACE_S)
-                    return True
-            except Exception as error:
-                logger.warning("%s could not be removed, trying again: %s", where, error)
-            await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt))
-        return False
+            self._removals.add(Removal(where, "clear_upload"))
+        self._stored.unfinished = set()
+        self._removals.begin()
 
 
 @dataclass(frozen=True)
@@ -317,16 +287,3 @@ def _plan(located: Located, sources: Mapping[str, Source], run: str) -> Director
     if needs_database(indices):
         orbax = for_database(orbax)
     return plan_files(indices, orbax, about, holders=holders, num_writers=len(sources))
-
-
-async def _answer(ref: Any) -> Any:
-    """A store's answer, or what it raised as an error of this package."""
-    try:
-        return await ref
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, SnapshotLostError):
-            raise GaveWayError(str(cause)) from None
-        raise (cause if isinstance(cause, CheckpointError) else PersistError(str(error))) from None
-    except RayError as error:
-        raise PersistError(f"a store that was writing is gone: {error}") from error

@@ -83,8 +83,8 @@ class Pulse:
 
     async def _meet(self, name: str, handle: ActorHandle) -> None:
         """Takes in a store that did not answer before. It refuses what is of earlier attempts than the current one."""
-        answer = handle.inventory.remote(self._ledger.me, self._ledger.books.attempt)
-        inventory = await asyncio.wait_for(answer, ANSWER_TIMEOUT_S)
+        ledger = self._ledger
+        inventory = await asyncio.wait_for(ledger.roster.who(ledger.books.attempt)(handle), ANSWER_TIMEOUT_S)
         if name in self._ledger.unheard:
             self._ledger.adopt(handle, inventory)
             self._ledger.learn([inventory.group])

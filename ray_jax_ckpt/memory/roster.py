@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 
@@ -37,12 +38,15 @@ class Roster:
     Attributes:
         handles: By name; of stores that are still starting too, so that they are fenced as well.
         addresses: Flight address of each store that has answered once.
+        driver: The driver's identity for stores; the same when its coordinator is started again.
     """
 
     def __init__(self, run: str, config: SnapshotConfig) -> None:
         self._run, self._config = run, config
         self.handles: dict[str, ActorHandle] = {}
         self.addresses: dict[str, str] = {}
+        context = ray.get_runtime_context()
+        self._me, self.driver = context.current_actor, context.get_actor_id() or ""
 
     def name(self, member: Member) -> str:
         """Name of a member's store."""
@@ -55,6 +59,10 @@ class Roster:
             settings = (self._config.orphan_timeout_s, self._config.timeout_s, store_settings(self._config))
             self.handles[name] = fleet.create_store(self._run, member, secret, attempt, *settings)
         return self.handles[name]
+
+    def who(self, attempt: int) -> Question:
+        """Asks a store who it is, and tells it to whom it reports, and whose attempt this is."""
+        return lambda store: store.inventory.remote(self._me, attempt, self.driver)
 
     def know(self, handle: ActorHandle, inventory: Inventory) -> None:
         """A store has said who it is."""

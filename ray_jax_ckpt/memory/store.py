@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from ray.actor import ActorHandle
@@ -107,17 +108,21 @@ class ReplicaStore:
 
     # Who it is.
 
-    def inventory(self, coordinator: ActorHandle | None = None, attempt: int = 0) -> Inventory:
+    def inventory(self, coordinator: ActorHandle | None = None, attempt: int = 0, driver: str = "") -> Inventory:
         """Who this store is and what it holds.
 
         Args:
-            coordinator: Whom it reports to from now on, without a gap: whatever is not in the answer is reported.
+            coordinator: Whom it reports to from now on, without a gap: whatever is not in the answer is reported. One
+                of an older attempt than the newest one is only answered.
             attempt: Writes of attempts before this one are refused from now on.
+            driver: Whose attempt it is: uploads of others are refused too.
         """
         self._last_heartbeat = time.monotonic()
         with self._shelf.changed:
-            self._coordinator = coordinator or self._coordinator
-            self._shelf.update(lambda slots: slots_.fence(slots, attempt))
+            # What a zombie asks takes no reports away from the driver that has replaced it.
+            if coordinator is not None and attempt >= self._shelf.slots.attempt:
+                self._coordinator = coordinator
+            self._shelf.update(lambda slots: slots_.fence(slots, attempt, driver))
             statement = self._shelf.statement(self._incarnation)
             options, attempt = self._options, self._shelf.slots.attempt
         address = self._server.address
@@ -298,6 +303,10 @@ class ReplicaStore:
     def remove_checkpoint(self, to: Destination) -> None:
         """Removes a checkpoint."""
         self._uploads.remove(to)
+
+    def probe_storage(self, to: Destination, what: Literal["write", "look", "remove"]) -> bool:
+        """Writes, looks for, or removes a probe."""
+        return self._uploads.probe(to, what)
 
     def push(self, generation: Generation, parts: tuple[str, ...], target: str, address: str) -> None:
         """Copies held parts to another store (re-replication). Returns at once; the receiver reports what arrived."""

@@ -40,7 +40,6 @@ class Stored:
     Attributes:
         known: By generation.
         bad: Paths that somebody could not restore: not offered again.
-        failed: Directories of this driver's tries that came to nothing.
         unfinished: Directories that earlier drivers have left and that are no checkpoints.
     """
 
@@ -50,7 +49,6 @@ class Stored:
         self._problem = "it has not been listed yet"
         self.known: dict[Generation, Persisted] = {}
         self.bad: set[str] = set()
-        self.failed: set[str] = set()
         self.unfinished: set[str] = set()
 
     def new_path(self, generation: Generation) -> str:

@@ -7,20 +7,23 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import pyarrow.fs
 
 from ray_jax_ckpt.errors import PersistError, SnapshotLostError
+from ray_jax_ckpt.memory.messages import RunIdentity
 from ray_jax_ckpt.memory.shelf import Shelf
+from ray_jax_ckpt.model import slots as slots_
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
-from ray_jax_ckpt.storage.files import TEMPORARY, exists, is_denied, remove_tree
+from ray_jax_ckpt.storage.files import TEMPORARY, exists, is_denied, open_output, remove_file, remove_tree
 from ray_jax_ckpt.storage.limiter import Limiter
-from ray_jax_ckpt.storage.manifest import MANIFEST, FileRecord
+from ray_jax_ckpt.storage.manifest import MANIFEST, FileRecord, Manifest
 from ray_jax_ckpt.storage.ocdbt import merge_databases, write_database
 from ray_jax_ckpt.storage.plan import DirectoryPlan
+from ray_jax_ckpt.storage.reader import lacking
 from ray_jax_ckpt.storage.writer import Effort, Target, write_files
 
 logger = logging.getLogger(__name__)
@@ -37,12 +40,20 @@ class Destination:
         path: Of the checkpoint.
         rebuild: Makes the filesystem anew, with credentials of today; None where nobody knows how.
         timeout_s: Bound of each step.
+        driver: On whose behalf. Stores that serve a newer one refuse it.
     """
 
     filesystem: pyarrow.fs.FileSystem
     path: str
     rebuild: Callable[[], pyarrow.fs.FileSystem] | None = field(default=None, repr=False)
     timeout_s: float = 1800.0
+    driver: str = ""
+
+    @classmethod
+    def of(cls, run: RunIdentity, path: str, timeout_s: float, driver: str) -> Destination:
+        """A path on the filesystem of a run."""
+        assert run.filesystem is not None
+        return cls(run.filesystem, path, run.rebuild, timeout_s, driver)
 
 
 @dataclass(frozen=True)
@@ -76,11 +87,13 @@ class Uploads:
             PersistError: Storage did not take a file in time.
             IntegrityError: The bytes here are not those that were captured: another holder has to be asked.
             SnapshotLostError: They are not here any more, or may not have been all the time.
+            StaleAttemptError: Another driver has taken the run over.
         """
         generation = hold.generation
         faults.reach("persist", generation.step)
 
         def read(part: str, offset: int, num_bytes: int) -> np.ndarray:
+            self._check_held(hold)
             segment, start, _ = self._shelf.find(generation, part)
             return segment.view()[start + offset : start + offset + num_bytes]
 
@@ -92,20 +105,36 @@ class Uploads:
                 records |= write_database(target, plan, read, effort, writer=writer)
             return records
 
-        written = self._on(to, "write", share)
+        try:
+            written = self._on(to, "write", share)
+        except PersistError:
+            self._check_held(hold)
+            raise
         # Bytes may have become another generation's between their digest and their way to storage.
-        if hold.id not in self._shelf.slots.leases:
-            raise SnapshotLostError(f"the upload of generation {generation} has given way to a snapshot that is kept")
+        self._check_held(hold)
         faults.reach("persisted", generation.step)
         return written
 
+    def _check_held(self, hold: Lease) -> None:
+        if hold.id not in self._shelf.slots.leases:
+            raise SnapshotLostError(
+                f"the upload of generation {hold.generation} has given way to a kept snapshot, or to a newer upload"
+            )
+
     def commit(self, to: Destination, plan: DirectoryPlan, records: dict[str, FileRecord], retries: int) -> None:
-        """All shares are there: makes them a checkpoint. Raises PersistError."""
+        """All shares are there: makes them a checkpoint.
+
+        Raises:
+            PersistError: Storage failed, or does not have what was written.
+            StaleAttemptError: Another driver has taken the run over.
+        """
         faults.reach("finish", plan.head.step or 0)
 
         def finish(filesystem: pyarrow.fs.FileSystem) -> None:
             effort, target = Effort(1, retries, to.timeout_s), Target(filesystem, to.path)
-            target.commit(plan.manifest(records | merge_databases(target, plan, effort)), effort)
+            manifest = plan.manifest(records | merge_databases(target, plan, effort))
+            _check_whole(target, manifest)
+            target.commit(manifest, effort)
 
         self._on(to, "finish", finish)
 
@@ -126,12 +155,36 @@ class Uploads:
         """Removes a checkpoint, its manifest first. Raises PersistError."""
         self._on(to, "remove", lambda filesystem: remove_tree(filesystem, to.path, first=MANIFEST))
 
+    def probe(self, to: Destination, what: Literal["write", "look", "remove"]) -> bool:
+        """Writes, looks for, or removes a small file. Returns whether it is there. Raises PersistError."""
+
+        def act(filesystem: pyarrow.fs.FileSystem) -> bool:
+            if what == "write":
+                with open_output(filesystem, to.path) as stream:
+                    # Not empty: some object stores do not take what is.
+                    stream.write(b"Whether all nodes see this.")
+            elif what == "remove":
+                remove_file(filesystem, to.path)
+                return False
+            return exists(filesystem, to.path)
+
+        try:
+            return self._on(to, f"{what} the probe", act)
+        except PersistError:
+            raise
+        except Exception as error:
+            # Filesystems of users raise what they like.
+            raise PersistError(f"{to.path} cannot be used to try whether storage is shared: {error}") from error
+
     def _limiter(self, bytes_per_s: float | None) -> Limiter:
         with self._lock:
             return self._limiters.setdefault(bytes_per_s, Limiter(bytes_per_s))
 
     def _on(self, to: Destination, what: str, action: Callable[[pyarrow.fs.FileSystem], _T]) -> _T:
         """Does something on the filesystem, bounded; once more with a new one if it says that access is denied."""
+        if what != "discard":
+            # It only removes what a try of its own has left.
+            slots_.check_driver(self._shelf.slots, to.driver)
         key = repr(to.rebuild)
         filesystem = self._rebuilt.get(key, to.filesystem)
         try:
@@ -145,6 +198,17 @@ class Uploads:
         result = _bounded(lambda: action(filesystem), f"{what} {to.path}", to.timeout_s)
         self._rebuilt[key] = filesystem
         return result
+
+
+def _check_whole(target: Target, manifest: Manifest) -> None:
+    """Somebody may have removed files meanwhile; and where nodes have disks of their own, each has only its share."""
+    missing = lacking(target.filesystem, target.base, manifest)
+    if missing:
+        raise PersistError(
+            f"{target.base} lacks {len(missing)} of {len(manifest.files)} files that have been written: "
+            f"{', '.join(missing[:3])}. Somebody removes them, or RunConfig.storage_path is not on a disk that all "
+            "nodes share."
+        )
 
 
 def _bounded(action: Callable[[], _T], what: str, timeout_s: float) -> _T:

@@ -10,6 +10,13 @@ from ray_jax_ckpt.config import PersistConfig
 from ray_jax_ckpt.model import results
 from ray_jax_ckpt.model.shards import Generation
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
+
+
+def pause_s(failures: int) -> float:
+    """How long to wait after so many failures in a row, at least one."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1))
+
 
 @dataclass(frozen=True)
 class Progress:

@@ -54,6 +54,7 @@ class Lease:
         attempt: It ends with this attempt. None: it belongs to the driver's life.
         source: Only what this source has filled; None: all.
         persists: For an upload to storage: it gives way to a worker's lease, since no upload may stop snapshots.
+        driver: Whose upload it is; "" for what is none.
     """
 
     id: str
@@ -61,6 +62,7 @@ class Lease:
     attempt: int | None
     source: str | None = None
     persists: bool = False
+    driver: str = ""
 
     @classmethod
     def of_handle(cls, generation: Generation) -> Lease:
@@ -86,6 +88,7 @@ class Slots:
         per_source: Slots that one source may use at a time. Two let a new generation arrive while the last one is kept;
             a worker's or an upload's lease on one adds a third, so that a single kept generation never stops snapshots.
         attempt: The newest attempt seen: writes of older ones are refused.
+        driver: Identity of the driver that began it: uploads of others are refused. "": not known yet.
         used: By slot id.
         leases: By lease id.
         next_id: Id of the next slot.
@@ -94,6 +97,7 @@ class Slots:
     name: str
     per_source: int = 2
     attempt: int = 0
+    driver: str = ""
     used: Mapping[int, Slot] = field(default_factory=dict)
     leases: Mapping[str, Lease] = field(default_factory=dict)
     next_id: int = 0
@@ -159,16 +163,25 @@ def release(slots: Slots, generations: Iterable[Generation]) -> Slots:
     return _free(replace(slots, used={**slots.used, **condemned}), held.keys() - leased.keys())
 
 
-def fence(slots: Slots, attempt: int) -> Slots:
-    """A newer attempt has started: older writers are refused from now on, and their leases end."""
+def fence(slots: Slots, attempt: int, driver: str = "") -> Slots:
+    """A newer attempt has started: older writers are refused from now on, and their leases end.
+
+    With another driver's the uploads end that the one before had begun: it may be a zombie, and does not end them.
+    """
+    if attempt == slots.attempt and not slots.driver:
+        slots = replace(slots, driver=driver)
     if attempt <= slots.attempt:
         return slots
     used = {
         key: replace(slot, phase=Phase.STRANDED) if slot.phase is Phase.FILLING and slot.attempt < attempt else slot
         for key, slot in slots.used.items()
     }
-    ended = [k for k, lease in slots.leases.items() if lease.attempt is not None and lease.attempt < attempt]
-    return _end_leases(replace(slots, attempt=attempt, used=used), ended)
+    ended = [
+        key
+        for key, lease in slots.leases.items()
+        if (lease.attempt is not None and lease.attempt < attempt) or (driver and lease.driver not in ("", driver))
+    ]
+    return _end_leases(replace(slots, attempt=attempt, driver=driver, used=used), ended)
 
 
 def writer_gone(slots: Slots, writer: str) -> Slots:
@@ -187,16 +200,16 @@ def lease(slots: Slots, hold: Lease) -> Slots:
     """Keeps a generation's buffers, also those that are still being filled, until `unlease`.
 
     Raises:
-        StaleAttemptError: The lease's attempt has been replaced.
+        StaleAttemptError: The lease's attempt, or its driver, has been replaced.
         StoreError: Nothing of that generation is held or on its way; or it is for an upload, and another generation is
             kept already.
     """
     if hold.attempt is not None:
         check_attempt(slots, hold.attempt)
+    check_driver(slots, hold.driver)
     if not any(hold.keeps(slot) and slot.phase is not Phase.STRANDED for slot in slots.used.values()):
         raise StoreError(f"{slots.name} holds nothing of generation {hold.generation}.")
     others = {k: other for k, other in slots.leases.items() if other.generation != hold.generation}
-    # There is one upload at a time: another one's lease is of a coordinator that has died, and nobody would end it.
     kept = [other for other in others.values() if other.takes_buffer and not other.persists]
     if hold.persists and kept:
         raise StoreError(
@@ -204,9 +217,10 @@ def lease(slots: Slots, hold: Lease) -> Slots:
             f"{', '.join(f'{other.generation} ({other.id})' for other in kept)}. Let go of handles of forced snapshots "
             "that are not needed any more."
         )
-    if hold.takes_buffer:
-        # A worker's: what is being uploaded gives way.
-        slots = _end_leases(slots, [k for k, other in others.items() if other.persists])
+    # There is one upload at a time: another one's lease is of a coordinator that has died, and nobody would end it. To
+    # a worker's what is being uploaded gives way.
+    ending = slots.leases if hold.persists else others if hold.takes_buffer else {}
+    slots = _end_leases(slots, [key for key, other in ending.items() if other.persists and key != hold.id])
     return replace(slots, leases={**slots.leases, hold.id: hold})
 
 
@@ -238,4 +252,13 @@ def check_attempt(slots: Slots, attempt: int) -> None:
         raise StaleAttemptError(
             f"{slots.name} serves attempt {slots.attempt}; this request is of attempt {attempt}, "
             "which has been replaced."
+        )
+
+
+def check_driver(slots: Slots, driver: str) -> None:
+    """Raises StaleAttemptError if an upload is of a driver that a newer one has replaced."""
+    if driver and slots.driver not in ("", driver):
+        raise StaleAttemptError(
+            f"{slots.name} serves attempt {slots.attempt} of another driver of this run; this one has been replaced, "
+            "and what it wants to be done on storage is refused."
         )

@@ -179,3 +179,33 @@ def test_the_lease_of_an_upload_whose_coordinator_died_does_not_refuse_the_next_
     assert list(slots.leases) == ["upload 2"]
     # What only the dead one's lease has kept is free.
     assert {slot.generation.step for slot in slots.used.values()} == {2}
+
+
+def test_an_upload_of_a_driver_that_was_replaced_is_refused_and_ends_no_lease():
+    active, zombie = Lease("b", G2, None, persists=True, driver="B"), Lease("a", G1, None, persists=True, driver="A")
+    slots = slots_.fence(filled(filled(Slots("me", attempt=1, driver="A"), G1), G2), 2, "B")
+    slots = slots_.lease(slots, active)
+    for late in (zombie, Lease("a", G2, None, driver="A")):
+        with pytest.raises(StaleAttemptError, match="another driver"):
+            slots_.lease(slots, late)
+    assert slots.leases == {"b": active}
+
+
+def test_the_uploads_of_a_driver_end_when_another_one_begins_an_attempt_and_outlive_its_own():
+    upload, push = Lease("a", G1, None, persists=True, driver="A"), Lease("push", G1, None)
+    slots = filled(slots_.fence(Slots("me", attempt=1), 1, "A"), G1)
+    slots = slots_.lease(slots_.lease(slots, upload), push)
+    assert slots_.fence(slots, 2, "A").leases == slots.leases
+    assert slots_.fence(slots, 2, "B").leases == {"push": push}
+
+
+def test_who_comes_first_to_an_attempt_that_was_begun_namelessly_is_its_driver():
+    slots = slots_.fence(Slots("me", attempt=1, driver="A"), 2)
+    slots = slots_.fence(slots, 2, "B")
+    assert slots_.fence(slots, 2, "A").driver == "B"
+
+
+def test_an_upload_ends_the_lease_of_one_of_the_same_generation_whose_coordinator_died():
+    slots = slots_.lease(filled(Slots("me"), G1), Lease("before", G1, None, persists=True, driver="A"))
+    slots = slots_.lease(slots, Lease("now", G1, None, persists=True, driver="A"))
+    assert set(slots.leases) == {"now"}
