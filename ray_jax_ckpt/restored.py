@@ -19,7 +19,8 @@ class Restored:
             whose name says no step.
         data: This rank's `data` state as it was saved; with another number of processes than saved it, what it was
             resharded to, or None if nothing was.
-        data_by_rank: Every rank's, of the group that took the snapshot.
+        data_by_rank: Every rank's, of the group that took the snapshot. From storage it is read when it is asked for,
+            and raises what `restore` raises.
         metrics: This rank's metrics, scalar arrays as Python numbers.
         source: The slowest tier that bytes came from: "memory:local", "memory:peer" or "storage".
     """

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -47,12 +48,23 @@ class Assembler:
         indices: One index per rank of the group that took the snapshot, in rank order.
         rank: The restoring rank.
         world_size: Of the restoring group.
+        alike: Whether each index tells of everything that is no rank's own: others are looked at only where something
+            depends on them.
+        sharded: Leaves that are known to have been spread over devices. Those in several pieces always are.
     """
 
-    def __init__(self, indices: Sequence[Index], rank: int, world_size: int) -> None:
-        self._indices, self._rank, self._world_size = indices, rank, world_size
+    def __init__(
+        self,
+        indices: Sequence[Index],
+        rank: int,
+        world_size: int,
+        *,
+        alike: bool = False,
+        sharded: Collection[int] = (),
+    ) -> None:
+        self._indices, self._rank, self._world_size, self._sharded = indices, rank, world_size, sharded
         self._own = indices[rank] if rank < len(indices) else indices[0]
-        self._catalog = Catalog.of(indices)
+        self._catalog = Catalog.of([self._own] if alike else indices)
         self._places: dict[Any, list[tuple[Any, Box]]] = {}
         self._specs = [tree.LeafSpec.from_json(dict(leaf)) for leaf in self._own.layout.leaves]
 
@@ -96,7 +108,9 @@ class Assembler:
 
     def _warn_of_gathering(self, targets: Sequence[Target]) -> None:
         """What was spread over devices would all go to one, and a model that needed them does not fit there."""
-        spread = [target for target in targets if len(self._candidates(target.number)) > 1]
+        spread = [
+            target for target in targets if target.number in self._sharded or len(self._candidates(target.number)) > 1
+        ]
         if spread and jax.local_device_count() > 1:
             total = sum(volume(target.places[0][1]) * target.saved.itemsize for target in spread)
             warnings.warn(
@@ -179,16 +193,20 @@ class Assembler:
     def _difference(self, number: int) -> str:
         """Why a leaf that every process had to itself does not count as equal everywhere; empty if it does."""
         first, *others = self._indices
-        expected = [(s.item.box, s.digest) for s in self._catalog.local(first.layout.rank, number)]
+        expected = [(s.item.box, s.digest) for s in self._of_all.local(first.layout.rank, number)]
         for index in others:
             rank = index.layout.rank
-            pieces = [(s.item.box, s.digest) for s in self._catalog.local(rank, number)]
+            pieces = [(s.item.box, s.digest) for s in self._of_all.local(rank, number)]
             if any(not digest for _, digest in expected + pieces):
                 return "not compared: SnapshotConfig(verify=False) keeps no digests"
             described = first.layout.leaves[number], first.values.get(number)
             if pieces != expected or described != (index.layout.leaves[number], index.values.get(number)):
                 return f"rank {rank}'s differs from rank {first.layout.rank}'s"
         return ""
+
+    @cached_property
+    def _of_all(self) -> Catalog:
+        return Catalog.of(self._indices)
 
     def _build(self, targets: Sequence[Target], fetch: Fetch) -> list[Any]:
         boxes = [(number, box) for number, target in enumerate(targets) for box in target.boxes]

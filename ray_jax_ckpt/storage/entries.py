@@ -42,6 +42,7 @@ class Entry:
         value: The content, of a string and of what has no dimensions.
         name: Of the stored array.
         content: Of an array that is not stored as one.
+        num_chunks: Of the stored array.
     """
 
     keys: tuple[tuple[str, Any], ...]
@@ -52,6 +53,7 @@ class Entry:
     value: Any = None
     name: str = ""
     content: np.ndarray | None = field(default=None, repr=False)
+    num_chunks: int = 1
 
     @property
     def names(self) -> tuple[str, ...]:

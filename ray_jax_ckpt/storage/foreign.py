@@ -34,7 +34,7 @@ from ray_jax_ckpt.storage.source import Landings
 from ray_jax_ckpt.storage.spares import named
 from ray_jax_ckpt.storage.steps import step_of
 from ray_jax_ckpt.storage.streams import ASK_S, Deadline, ask, run
-from ray_jax_ckpt.storage.tensors import Tensors
+from ray_jax_ckpt.storage.tensors import Tensors, num_chunks
 from ray_jax_ckpt.values import encode_value
 
 TREE = "_METADATA"
@@ -154,6 +154,11 @@ class Foreign:
     def __exit__(self, *_: object) -> None:
         self._tensors.close()
 
+    @property
+    def sharded(self) -> frozenset[int]:
+        """See `Source`."""
+        return frozenset(number for number, entry in enumerate(self._content.entries) if entry.num_chunks > 1)
+
     def indices(self, template: Sequence[TemplateLeaf] | None) -> list[Index]:
         """See `Source`."""
         found = self._content
@@ -231,7 +236,9 @@ class Foreign:
             shape, dtype = tuple(array.shape), array.dtype.numpy_dtype
             if impl and not (shape and dtype == np.uint32):
                 raise IntegrityError(f"{self._where} has {dtype.name}{list(shape)} as the data of PRNG keys {name!r}.")
-            entries.append(Entry(keys, found, shape, dtype, impl, numbers.get(name), name))
+            entries.append(
+                Entry(keys, found, shape, dtype, impl, numbers.get(name), name, num_chunks=num_chunks(array))
+            )
         return entries
 
     def _numbers(self, names: Sequence[str], deadline: Deadline) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from ray_jax_ckpt.storage.manifest import (
     rank_file,
 )
 from ray_jax_ckpt.storage.segments import Segment, Share, check, read, read_bytes, read_small
-from ray_jax_ckpt.storage.source import Landings
+from ray_jax_ckpt.storage.source import Landings, RankIndices
 from ray_jax_ckpt.storage.streams import Deadline, Job, ask, run
 from ray_jax_ckpt.storage.tensors import Tensors
 
@@ -133,8 +133,13 @@ class Reader:
         self.step, self.metrics = self.manifest.step, self.manifest.metrics
         self._segments: dict[tuple[str, int], Segment] = {}
         self._tensors: Tensors | None = None
-        self._landings = Landings(describe(filesystem, path), available_bytes)
-        self._indices = self._make_indices(self._read_ranks())
+        self._memory = describe(filesystem, path), available_bytes
+        self._landings = Landings(*self._memory)
+        self._check_leaves()
+        self._stored = self._stored_items()
+        shared = [item for n, items in self._stored.items() if n not in self._local for item in items]
+        self._shared = self._place(ARRAYS, shared)
+        self._indices = RankIndices(self.manifest.world_size, self._make_indices)
 
     def __enter__(self) -> Reader:
         return self
@@ -142,6 +147,14 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         if self._tensors is not None:
             self._tensors.close()
+            self._tensors = None
+        # Every rank's `data` may be asked for later; the memory for arrays is not needed any more.
+        self._landings = Landings(*self._memory)
+
+    @property
+    def sharded(self) -> frozenset[int]:
+        """See `Source`."""
+        return frozenset(n for n, stored in self._stored.items() if len(stored) > 1)
 
     def indices(self, template: Any = None) -> Sequence[Index]:
         """See `Source`."""
@@ -198,7 +211,7 @@ class Reader:
 
     # What is in it.
 
-    def _read_ranks(self) -> list[RankRecord]:
+    def _read_ranks(self, ranks: Sequence[int]) -> list[RankRecord]:
         deadline, found = Deadline.after(self._timeout_s), {}
 
         def take(rank: int) -> None:
@@ -211,39 +224,49 @@ class Reader:
             record = parse_rank(bytes(read_bytes(self._filesystem, segment, deadline)), segment.path)
             found[rank] = _checked(record, rank, self.manifest, segment.path)
 
-        ranks = range(self.manifest.world_size)
         run([Job(f"Reading {rank_file(r)}", partial(take, r)) for r in ranks], streams=self._streams, deadline=deadline)
         return [found[rank] for rank in ranks]
 
-    def _make_indices(self, ranks: Sequence[RankRecord]) -> list[Index]:
+    def _check_leaves(self) -> None:
+        """What is said of leaves, where no rank says anything else."""
+        described = ((number, leaf, None, ()) for number, leaf in enumerate(self.manifest.leaves))
+        problem = next((text for one in described if (text := _leaf_problem(*one))), None)
+        if problem is not None:
+            raise IntegrityError(f"{describe(self._filesystem, join(self._path, MANIFEST))} is damaged: {problem}.")
+
+    @cached_property
+    def _local(self) -> frozenset[int]:
+        """Leaves of which each rank had one of its own."""
+        return frozenset(n for n, one in enumerate(self.manifest.leaves) if one.local or one.form == "value")
+
+    def _stored_items(self) -> dict[int, list[_Placed]]:
         leaves, files = self.manifest.leaves, self.manifest.files
-        local = frozenset(n for n, leaf in enumerate(leaves) if leaf.local or leaf.form == "value")
-        arrays = [n for n, leaf in enumerate(leaves) if leaf.form != "value"]
-        stored = {n: _items(n, leaves[n], self._path, files) for n in arrays}
-        shared = self._place(ARRAYS, [item for n in arrays if n not in local for item in stored[n]])
-        specs, indices = [leaf.spec for leaf in leaves], []
-        for record in ranks:
-            own: dict[int, list[_Placed]] = defaultdict(list)
-            path = join(self._path, rank_blob(record.rank))
-            for item in record.items:
-                segment = Segment.of_range(path, item.offset, item.size, item.digest)
-                own[item.leaf].append((item.leaf, item.region, segment))
-            mine = [one for n in arrays if n in local for one in own.get(n) or stored[n]]
-            host = self._place(host_part_id(record.rank), mine)
-            layout = Layout(
-                rank=record.rank,
-                world_size=self.manifest.world_size,
-                structure=self.manifest.structure,
-                leaves=[record.specs.get(n, spec) for n, spec in enumerate(specs)] if record.specs else specs,
-                local=local,
-                parts=(shared[0], host[0]),
-                skeleton=self.manifest.skeleton,
-            )
-            digests = {ARRAYS: shared[1], host_part_id(record.rank): host[1]}
-            blobs = tuple((blob.offset, blob.size, blob.digest) for blob in record.blobs)
-            values, metrics = {**self.manifest.values, **record.values}, self.metrics.get(record.rank, {})
-            indices.append(Index(self.manifest.generation, layout, digests, values, record.data, metrics, blobs))
-        return indices
+        return {n: _items(n, leaf, self._path, files) for n, leaf in enumerate(leaves) if leaf.form != "value"}
+
+    def _make_indices(self, ranks: Sequence[int]) -> dict[int, Index]:
+        return {record.rank: self._make_index(record) for record in self._read_ranks(ranks)}
+
+    def _make_index(self, record: RankRecord) -> Index:
+        own: dict[int, list[_Placed]] = defaultdict(list)
+        path = join(self._path, rank_blob(record.rank))
+        for item in record.items:
+            segment = Segment.of_range(path, item.offset, item.size, item.digest)
+            own[item.leaf].append((item.leaf, item.region, segment))
+        mine = [one for n, stored in self._stored.items() if n in self._local for one in own.get(n) or stored]
+        host, specs = self._place(host_part_id(record.rank), mine), [leaf.spec for leaf in self.manifest.leaves]
+        layout = Layout(
+            rank=record.rank,
+            world_size=self.manifest.world_size,
+            structure=self.manifest.structure,
+            leaves=[record.specs.get(n, spec) for n, spec in enumerate(specs)] if record.specs else specs,
+            local=self._local,
+            parts=(self._shared[0], host[0]),
+            skeleton=self.manifest.skeleton,
+        )
+        digests = {ARRAYS: self._shared[1], host_part_id(record.rank): host[1]}
+        blobs = tuple((blob.offset, blob.size, blob.digest) for blob in record.blobs)
+        values, metrics = {**self.manifest.values, **record.values}, self.metrics.get(record.rank, {})
+        return Index(self.manifest.generation, layout, digests, values, record.data, metrics, blobs)
 
     def _place(self, part: str, items: Sequence[_Placed]) -> tuple[PartLayout, list[str]]:
         """A part of items, and their digests; remembers where each is."""
@@ -287,11 +310,10 @@ def _checked(record: RankRecord, rank: int, manifest: Manifest, where: str) -> R
     elif any(n >= count for n in (*record.values, *record.specs)):
         problem = "it describes leaves that the tree does not have"
     else:
-        # What is the same for all ranks is looked at once.
         own: dict[int, list[RankItem]] = defaultdict(list)
         for item in record.items:
             own[item.leaf].append(item)
-        numbers = range(count) if rank == 0 else {*record.specs, *own}
+        numbers = {*record.specs, *own}
         described = ((n, manifest.leaves[n], record.specs.get(n), own.get(n, ())) for n in numbers)
         problem = next((text for one in described if (text := _leaf_problem(*one))), None)
     if problem is not None:

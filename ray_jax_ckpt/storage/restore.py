@@ -13,12 +13,12 @@ import pyarrow.fs as pafs
 from ray_jax_ckpt.arrays import tree
 from ray_jax_ckpt.arrays.assemble import Assembler, Options
 from ray_jax_ckpt.arrays.skeleton import Skeleton
-from ray_jax_ckpt.data_state import decode_states
 from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError
 from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.storage.filesystem import Place, describe, join, resolve
 from ray_jax_ckpt.storage.foreign import TREE, Foreign, find_tree
 from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST
+from ray_jax_ckpt.storage.rank_data import RankData
 from ray_jax_ckpt.storage.reader import Reader
 from ray_jax_ckpt.storage.runs import newest_first
 from ray_jax_ckpt.storage.source import Source
@@ -41,7 +41,8 @@ class Loaded:
     Attributes:
         state: The state, in the template's structure.
         step: The training step; None if neither the checkpoint nor the name of its directory says it.
-        data_by_rank: Every rank's `data`, of the group that saved it; None where a rank gave none.
+        data_by_rank: Every rank's `data`, of the group that saved it; None where a rank gave none. Read when it is
+            asked for.
         metrics: Every rank's metrics.
         path: Where it was found.
         specs: What each leaf is.
@@ -111,7 +112,7 @@ def load(
 def load_data(place: Place, *, timeout_s: float = TIMEOUT_S) -> Mapping[int, Any]:
     """Every rank's `data` of the checkpoint at a path, without its state. Raises what `load` raises."""
     with open_checkpoint(place, timeout_s=timeout_s) as source:
-        return decode_states(source.indices(None), source.fetch)
+        return RankData(source.indices(None), source.fetch)
 
 
 def open_checkpoint(place: Place, *, rank: int = 0, streams: int = STREAMS, timeout_s: float = TIMEOUT_S) -> Source:
@@ -154,9 +155,11 @@ def _restore(
         keys = (tree.typed_key_path(key) for key in flat.keys)
         leaves = list(zip(flat.paths, keys, flat.leaves, strict=True))
     indices = source.indices(leaves)
-    _check_skeleton(indices[0].layout.skeleton, path)
-    state = Assembler(indices, *group).restore(template, shardings, options, source.fetch)
-    data, specs = decode_states(indices, source.fetch), [*map(LeafSpec.from_json, indices[0].layout.leaves)]
+    layout = indices[group[0] if group[0] < len(indices) else 0].layout
+    _check_skeleton(layout.skeleton, path)
+    assembler = Assembler(indices, *group, alike=True, sharded=source.sharded)
+    state = assembler.restore(template, shardings, options, source.fetch)
+    data, specs = RankData(indices, source.fetch), [*map(LeafSpec.from_json, layout.leaves)]
     return Loaded(state, source.step, data, source.metrics, path, specs, isinstance(source, Foreign))
 
 

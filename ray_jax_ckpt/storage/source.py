@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, overload
 
 import numpy as np
 
@@ -27,8 +27,13 @@ class Source(Protocol):
         """Per rank."""
         ...
 
+    @property
+    def sharded(self) -> frozenset[int]:
+        """Leaves that are known to have been spread over several devices."""
+        ...
+
     def indices(self, template: Sequence[tuple[str, Sequence[Sequence[Any]], Any]] | None) -> Sequence[Index]:
-        """One per rank of the group that wrote it.
+        """One per rank of the group that wrote it. Each tells of everything that is no rank's own.
 
         Args:
             template: Path, typed key path, and leaf of every leaf of the tree that is asked for. Some checkpoints do
@@ -72,3 +77,37 @@ class Landings:
             self._memory.take(volume(want.box) * dtype.itemsize).view(dtype).reshape(extent(want.box))
             for want, dtype in zip(wants, dtypes, strict=True)
         ]
+
+
+class RankIndices(Sequence[Index]):
+    """One index per rank. In a large group each is of a small file, and a rank that restores needs its own.
+
+    Args:
+        count: How many there are.
+        make: Those of some ranks, several of which are read at a time. Raises what reading raises.
+    """
+
+    def __init__(self, count: int, make: Callable[[Sequence[int]], Mapping[int, Index]]) -> None:
+        self._count, self._make = count, make
+        self._made: dict[int, Index] = {}
+
+    def some(self, ranks: Iterable[int]) -> list[Index]:
+        """Those of some ranks."""
+        wanted = list(ranks)
+        if missing := [rank for rank in wanted if rank not in self._made]:
+            self._made.update(self._make(missing))
+        return [self._made[rank] for rank in wanted]
+
+    @overload
+    def __getitem__(self, at: int) -> Index: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Index]: ...
+    def __getitem__(self, at: Any) -> Any:
+        found = range(self._count)[at]
+        return self.some([found])[0] if isinstance(found, int) else self.some(found)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Index]:
+        return iter(self.some(range(self._count)))

@@ -180,6 +180,12 @@ class Tensors:
             )
 
 
+def num_chunks(array: ts.TensorStore) -> int:
+    """Files, or entries of a database, that an array may have: of what a jax.Array was, shards."""
+    sizes = array.chunk_layout.write_chunk.shape or array.shape
+    return math.prod(-(-side // (size or side or 1)) for side, size in zip(array.shape, sizes, strict=True))
+
+
 def _chunks(array: ts.TensorStore) -> tuple[int, ...]:
     """Of what is decoded at a time."""
     return tuple(size or 1 for size in array.chunk_layout.read_chunk.shape or array.shape)

@@ -53,6 +53,7 @@ class PersistedRun(Group):
         persist: Settings of PersistConfig; None: only what is reported is written.
         filesystem: That the directory is on.
         rebuild: See `RunIdentity`.
+        logs: Directory of what the cluster's processes say.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class PersistedRun(Group):
         persist: dict[str, Any] | None,
         filesystem: pyarrow.fs.FileSystem | None = None,
         rebuild: Callable[[], pyarrow.fs.FileSystem] | None = None,
+        logs: Path = Path(),
     ) -> None:
+        self._logs = logs
         self.path, self.filesystem = path, filesystem or pyarrow.fs.LocalFileSystem()
         run = new_run()
         directory = RunIdentity(run, path, self.filesystem, rebuild)
@@ -108,6 +111,11 @@ class PersistedRun(Group):
         """Waits until events of a kind were noted for exactly these reasons."""
         eventually(lambda: [event["why"] for event in self.events(name)] == list(why), TIMEOUT_S)
 
+    def warnings(self) -> str:
+        """What the coordinator has said on its standard error."""
+        pid = ray.get(self.coordinator.pid.remote())
+        return "".join(path.read_text() for path in self._logs.glob(f"worker-*-{pid}.err"))
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """The run's events of one kind. On a local disk only."""
         file = Path(self.path, "ray_jax_ckpt", "events.jsonl")
@@ -124,17 +132,28 @@ class Disk:
         self.says("")
 
     def says(self, what: str) -> None:
-        self._control.write_text(what)
+        # At once, for whoever reads it.
+        aside = self._control.with_suffix(".new")
+        aside.write_text(what)
+        aside.rename(self._control)
 
     @property
     def filesystem(self) -> pyarrow.fs.FileSystem:
         return pyarrow.fs.PyFileSystem(steered.Steered(self.path))
 
+    @property
+    def of_each_node(self) -> pyarrow.fs.FileSystem:
+        """One that the nodes do not share."""
+        return pyarrow.fs.PyFileSystem(steered.PerNode(self.path))
+
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     ray.cloudpickle.register_pickle_by_value(steered)
-    yield Disk(tmp_path / "control")
+    found = Disk(tmp_path / "control")
+    yield found
+    # Whoever waits goes on.
+    found.says("")
     ray.cloudpickle.unregister_pickle_by_value(steered)
 
 
@@ -153,7 +172,9 @@ def run_of(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         **persist: Any,
     ) -> PersistedRun:
         where = path or str(tmp_path / "run")
-        made.append(PersistedRun(workers_of(cluster), where, persist if persists else None, filesystem, rebuild))
+        logs = Path(cluster.head_node.get_logs_dir_path())
+        settings = persist if persists else None
+        made.append(PersistedRun(workers_of(cluster), where, settings, filesystem, rebuild, logs))
         for name in ("current", "current_or_none"):
             monkeypatch.setattr(worker, name, made[-1].current)
         made[-1].begin(copies=2, **(snapshots or {}))

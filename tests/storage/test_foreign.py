@@ -70,6 +70,16 @@ def test_another_mesh_gets_its_own_shards(orbax_root):
         np.testing.assert_array_equal(leaf, state()[name])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_template_without_shardings_gathers_what_was_spread_with_a_warning(orbax_root, form):
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in state().items() if name in ("rows", "half")}
+    with pytest.warns(RuntimeWarning, match=r"1 leaves of 256 bytes, \['rows'\] first, .*one device.*shardings="):
+        found = load(orbax_root / form, shapes, partial=True).state
+    np.testing.assert_array_equal(found["rows"], state()["rows"])
+    # No warning where the template, or the call, says where.
+    load(orbax_root / form, shapes, partial=True, shardings=NamedSharding(mesh(), P()))
+
+
 def test_only_the_chunks_that_are_needed_are_read(orbax_root):
     objects = ObjectStore(orbax_root / "big")
     with open_checkpoint((pafs.PyFileSystem(objects), "bucket")) as source:

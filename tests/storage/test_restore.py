@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -102,6 +103,49 @@ def test_each_rank_gets_what_was_its_own(tmp_path):
         load(tmp_path / "c", template, rank=0, world_size=2, partial=True)
     alone = load(tmp_path / "c", {"w": jnp.zeros(6, jnp.int32), "same": template["same"]}, partial=True).state
     assert (alone["w"].tolist(), alone["same"].tolist()) == ([*range(6)], [*range(4)])
+
+
+def test_a_rank_reads_what_is_its_own_and_of_others_what_is_asked_for(tmp_path):
+    blobs = [bytes([r]) * 5000 for r in range(6)]
+    data = [{"value": {"$": "bytes", "v": 0}}] * 6
+    states = [{"w": jnp.arange(12), "mine": np.full(3, r)} for r in range(6)]
+    write(hold_group(states, data=data, blobs=blobs), tmp_path / "c")
+    objects = ObjectStore(tmp_path / "c")
+
+    def read_of_ranks() -> list[str]:
+        names = [key.rpartition("/")[2] for key, *_ in objects.read if "/rank_" in key]
+        objects.read.clear()
+        return sorted(set(names))
+
+    template = {"w": jnp.zeros(12, jnp.int32), "mine": np.zeros(3, np.int64)}
+    shardings = {"w": jax.sharding.SingleDeviceSharding(jax.devices()[0]), "mine": None}
+    files = pafs.PyFileSystem(objects)
+    found = load("bucket", template, rank=4, world_size=6, shardings=shardings, filesystem=files)
+    assert found.state["mine"].tolist() == [4] * 3
+    assert read_of_ranks() == ["rank_4.bin", "rank_4.json"]
+    assert (len(found.data_by_rank), read_of_ranks()) == (6, [])
+    assert found.data_by_rank[4] == blobs[4]
+    assert read_of_ranks() == ["rank_4.bin"]
+    assert found.data_by_rank[2] == blobs[2]
+    assert read_of_ranks() == ["rank_2.bin", "rank_2.json"]
+    assert 6 not in found.data_by_rank
+    assert pickle.loads(pickle.dumps(found.data_by_rank)) == found.data_by_rank == dict(enumerate(blobs))
+    assert read_of_ranks() == sorted(f"rank_{r}.{kind}" for r in (0, 1, 3, 5) for kind in ("bin", "json"))
+    # What each rank had of its own is compared where others are to share it out, and only then.
+    load("bucket", {"w": template["w"]}, partial=True, world_size=2, shardings=shardings["w"], filesystem=files)
+    assert read_of_ranks() == ["rank_0.json"]
+    with pytest.raises(TreeMismatchError, match=r"rank 1's differs"):
+        load("bucket", template, world_size=2, shardings=shardings, filesystem=files)
+    assert len(read_of_ranks()) == 6
+
+
+def test_data_of_a_checkpoint_that_has_gone_since_is_an_error(tmp_path):
+    data = [{"value": r} for r in range(2)]
+    write(hold_group([{"w": jnp.zeros(2)}] * 2, data=data), tmp_path / "c")
+    found = load(tmp_path / "c", {"w": jnp.zeros(2)}, rank=1, world_size=1)
+    shutil.rmtree(tmp_path / "c")
+    with pytest.raises(NoCheckpointError):
+        found.data_by_rank[0]
 
 
 def test_leaves_are_left_out_and_cast_only_when_asked_for(trained):
