@@ -6,8 +6,8 @@ import json
 import logging
 import operator
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -50,8 +50,8 @@ class OrbaxCheckpointHandler:
         self.async_checkpointing = async_checkpointing
         self._keeper = Keeper()
         self._effort = Effort()
-        self._writing: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
         self._checkpointer: Any = None
 
     @property
@@ -106,9 +106,7 @@ class OrbaxCheckpointHandler:
         kept = self._keeper.keep(to_tree(target), step=step, data=data)
         save = _Save(kept, (filesystem, base), name, step, keep, overwrite, _json_of(metadata), self._effort)
         if self.async_checkpointing:
-            # No daemon: a program that ends waits for its last checkpoint.
-            self._writing = threading.Thread(target=self._run, args=(save,), name="ray_jax_ckpt-save")
-            self._writing.start()
+            self._writing = self._background().submit(save.run)
         else:
             save.run()
         return _path_in(directory, join(base, name), name)
@@ -181,12 +179,11 @@ class OrbaxCheckpointHandler:
         Raises:
             FileExistsError, PersistError: What went wrong since the last call.
         """
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._writing is None:
+            return
+        wait([self._writing])
+        done, self._writing = self._writing, None
+        done.result()
 
     def close(self) -> None:
         """Waits for what is being written, and raises what went wrong. May be called again."""
@@ -196,6 +193,9 @@ class OrbaxCheckpointHandler:
             checkpointer, self._checkpointer = self._checkpointer, None
             if checkpointer is not None:
                 checkpointer.close()
+            background, self._executor = self._executor, None
+            if background is not None:
+                background.shutdown()
 
     def __enter__(self) -> OrbaxCheckpointHandler:
         return self
@@ -203,11 +203,12 @@ class OrbaxCheckpointHandler:
     def __exit__(self, *exception: Any) -> None:
         self.close()
 
-    def _run(self, save: _Save) -> None:
-        try:
-            save.run()
-        except BaseException as error:
-            self._error = error
+    def _background(self) -> ThreadPoolExecutor:
+        # A program that ends waits for its last checkpoint. One thread for all: a new one would wait for a core beside
+        # the copies of the state, and the caller for it.
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "ray_jax_ckpt-save")
+        return self._executor
 
 
 class _Save:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ray_jax_ckpt.arrays.tree import with_weak_type, wrap_key
 from ray_jax_ckpt.model.leaves import LeafSpec
@@ -23,6 +24,9 @@ def to_tree(target: Any) -> Any:
     (parameters, statistics, counts and keys of generators) as nested dictionaries, dataclasses that are no pytrees
     their fields. So do those within dictionaries, lists and tuples; any other pytree is taken as it is.
     """
+    # Most of what a tree holds: of thousands the questions below would take milliseconds.
+    if isinstance(target, jax.Array | np.ndarray):
+        return target
     # First: what a model's author wrote knows it better.
     if _has_state(target):
         return to_tree(target.get_state())

@@ -39,16 +39,31 @@ def pin(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         RuntimeError: an array was deleted or donated before.
     """
     for x in arrays:
-        # The runtime's copy takes this on trust: it would crash the process.
-        if x.is_deleted():
-            raise RuntimeError(f"cannot capture {x.dtype}{list(x.shape)}: the array has been deleted or donated.")
-    plain = [tree.plain(x) for x in arrays]
-    copies: list[Any] = [None] * len(plain)
-    for sharding, indices in _by_sharding(plain).items():
+        _check_there(x)
+    copies = pin_bytes([tree.plain(x) for x in arrays])
+    return [_like(x, copy) for x, copy in zip(arrays, copies, strict=True)]
+
+
+def pin_bytes(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """As `pin`, for who only wants the bytes: takes no PRNG keys, and the copies' weak types are any.
+
+    Its last work is to dispatch the copies, with which whatever Python does next shares the cores.
+    """
+    for x in arrays:
+        _check_there(x)
+    groups = [(sharding, indices, [arrays[i] for i in indices]) for sharding, indices in _by_sharding(arrays).items()]
+    copies: list[Any] = [None] * len(arrays)
+    for sharding, indices, group in groups:
         copy_group = _copy_group if sharding.is_fully_addressable else _copy_shards
-        for i, copy in zip(indices, copy_group([plain[i] for i in indices], sharding), strict=True):
-            copies[i] = _like(arrays[i], copy)
+        for i, copy in zip(indices, copy_group(group, sharding), strict=True):
+            copies[i] = copy
     return copies
+
+
+def _check_there(x: jax.Array) -> None:
+    # The runtime's copy takes this on trust: it would crash the process.
+    if x.is_deleted():
+        raise RuntimeError(f"cannot capture {x.dtype}{list(x.shape)}: the array has been deleted or donated.")
 
 
 def copy_host(x: np.ndarray) -> np.ndarray:

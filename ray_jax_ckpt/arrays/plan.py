@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ray_jax_ckpt.arrays import tree
-from ray_jax_ckpt.arrays.capture import copy_host, pin
+from ray_jax_ckpt.arrays.capture import copy_host, pin_bytes
 from ray_jax_ckpt.arrays.skeleton import Skeleton
 from ray_jax_ckpt.arrays.staging import Place, Staging
 from ray_jax_ckpt.errors import TreeMismatchError
@@ -112,7 +112,7 @@ class Captured:
 
     def _leave_devices(self) -> None:
         """Starts the transfer of what is still on devices. The memory there is free as soon as its bytes are here."""
-        for number, array in zip(self.staged, pin([self.arrays[i] for i in self.staged]), strict=True):
+        for number, array in zip(self.staged, pin_bytes([self.arrays[i] for i in self.staged]), strict=True):
             self.arrays[number] = array
         self.staged = []
 
@@ -205,12 +205,7 @@ def capture(plan: Plan, flat: tree.Flat) -> Captured:
     """
     data = {leaf: tree.plain(flat.leaves[leaf]) for leaf in {item.leaf for item in plan.captures}}
     staged = plan.staging.stage(_shards(plan.captures, data))
-    # With `on_device` the transfer can wait. Else it begins at once, also for what was packed on the way.
-    later = [i for i, is_copy in enumerate(staged.is_copy) if is_copy and plan.staging.whole]
-    now = sorted(set(range(len(staged.arrays))) - set(later))
     arrays: list[Any] = list(staged.arrays)
-    for i, array in zip(now, pin([arrays[i] for i in now]), strict=True):
-        arrays[i] = array
     on_devices = iter(staged.places)
     places: list[Place] = []
     for item in plan.captures:
@@ -218,6 +213,12 @@ def capture(plan: Plan, flat: tree.Flat) -> Captured:
         if item.shard is None:
             arrays.append(copy_host(data[item.leaf]))
     values = {leaf: tree.encode_value(flat.leaves[leaf]) for leaf in plan.values}
+    # With `on_device` the transfer can wait. Else it begins at once, also for what was packed on the way.
+    later = [i for i, is_copy in enumerate(staged.is_copy) if is_copy and plan.staging.whole]
+    now = sorted(set(range(len(staged.arrays))) - set(later))
+    # At the end: the copies take the cores from all that follows.
+    for i, array in zip(now, pin_bytes([arrays[i] for i in now]), strict=True):
+        arrays[i] = array
     return Captured(plan, arrays, places, later, values)
 
 

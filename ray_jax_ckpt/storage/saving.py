@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from ray_jax_ckpt.arrays import tree
-from ray_jax_ckpt.arrays.plan import Captured, Planner, Topology, capture
+from ray_jax_ckpt.arrays.plan import Captured, Plan, Planner, Topology, capture
 from ray_jax_ckpt.errors import NotSupportedError, PersistError, PersistExistsError
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.model.leaves import LeafSpec
@@ -24,7 +24,7 @@ from ray_jax_ckpt.storage.filesystem import Place
 from ray_jax_ckpt.storage.manifest import MANIFEST, Manifest
 from ray_jax_ckpt.storage.ocdbt import write_database
 from ray_jax_ckpt.storage.orbax_metadata import orbax_files
-from ray_jax_ckpt.storage.orbax_types import orbax_types
+from ray_jax_ckpt.storage.orbax_types import OrbaxType, orbax_types
 from ray_jax_ckpt.storage.plan import About, needs_database, plan_files
 from ray_jax_ckpt.storage.spares import put_back, spare, standing
 from ray_jax_ckpt.storage.writer import Effort, Target, write_files
@@ -109,7 +109,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self._planner = Planner(_ALONE)
-        self._known: tuple[Any, Any, Mapping[str, bytes]] | None = None
+        self._known: _Described | None = None
 
     def keep(self, state: Any, *, step: int | None, data: Any = None) -> Kept:
         """Captures a state. When it returns, the caller may do with the state what it likes.
@@ -124,25 +124,44 @@ class Keeper:
             NotSupportedError: An array is spread over several processes.
         """
         flat = tree.flatten(state)
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        # Of one process every array is; to ask thousands takes as long as to copy them.
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True) if jax.process_count() > 1 else ():
             if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
                 raise NotSupportedError(
                     f"leaf {path} is spread over several processes, and this saves what one process has. In a training "
                     "run take ray_jax_ckpt.snapshot and report it."
                 )
         plan = self._planner.plan(flat)
-        captured = capture(plan, flat)
+        values = {leaf: tree.encode_value(flat.leaves[leaf]) for leaf in plan.values}
         # Digests are made while the bytes are written.
         digests = {part.id: [""] * len(part.items) for part in plan.layout.parts}
-        index = Index(Generation(0, 0, step or 0), plan.layout, digests, captured.values, data)
-        return Kept(index, self._orbax(flat, plan, index), captured)
+        index = Index(Generation(0, 0, step or 0), plan.layout, digests, values, data)
+        files = self._orbax(flat, plan, index)
+        # At the end: the copies take the cores from all that follows.
+        return Kept(index, files, capture(plan, flat))
 
-    def _orbax(self, flat: tree.Flat, plan: Any, index: Index) -> Mapping[str, bytes]:
-        types = orbax_types([LeafSpec.from_json(dict(leaf)) for leaf in plan.layout.leaves], index.values)
-        if self._known is None or self._known[0] is not plan or self._known[1] != types:
-            made = orbax_files(flat, index.values, ocdbt=needs_database([index]))
-            self._known = plan, types, made
-        return self._known[2]
+    def _orbax(self, flat: tree.Flat, plan: Plan, index: Index) -> Mapping[str, bytes]:
+        known, types = self._known, _types_of_values(plan, index.values)
+        if known is not None and known.plan is plan and known.types == types:
+            return known.files
+        made = orbax_files(flat, index.values, ocdbt=needs_database([index]))
+        self._known = _Described(plan, types, made)
+        return made
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What Orbax is told of the states of a plan."""
+
+    plan: Plan
+    types: Sequence[OrbaxType]
+    files: Mapping[str, bytes]
+
+
+def _types_of_values(plan: Plan, values: Mapping[int, Any]) -> list[OrbaxType]:
+    """What Orbax takes plain values for. All else that is to be said of a state follows from its plan."""
+    specs = [LeafSpec.from_json(dict(plan.layout.leaves[leaf])) for leaf in values]
+    return orbax_types(specs, dict(enumerate(values.values())))
 
 
 class _CapturedBytes:

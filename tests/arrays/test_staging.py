@@ -202,7 +202,7 @@ def test_a_full_device_that_is_noticed_late_fails_one_snapshot_and_not_the_next(
     warned = pytest.warns(RuntimeWarning, match="directly from now on")
     failed = pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED")
     with monkeypatch.context() as patch, warned, failed:
-        patch.setattr(plan_module, "pin", Exhausted())
+        patch.setattr(plan_module, "pin_bytes", Exhausted())
         snapshots.stored(captured)
     assert snapshots.stored(snapshots.take(state)) == wanted(state)
 
