@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from ray_jax_ckpt.arrays.snapshotter import Snapshotter
     from ray_jax_ckpt.config import PersistConfig, SnapshotConfig, TlsConfig
     from ray_jax_ckpt.handler import OrbaxCheckpointHandler
-    from ray_jax_ckpt.listing import CheckpointInfo, checkpoints, remove_unfinished
+    from ray_jax_ckpt.listing import CheckpointInfo, checkpoints, rebuild_ray_state, remove_unfinished
     from ray_jax_ckpt.manager import CheckpointManager
     from ray_jax_ckpt.metrics import to_metrics
+    from ray_jax_ckpt.registry import Registry
     from ray_jax_ckpt.restored import Restored
     from ray_jax_ckpt.trainer import JaxConfig
     from ray_jax_ckpt.worker import latest, restore, snapshot, wait
@@ -29,6 +30,7 @@ __all__ = [
     "JaxConfig",
     "OrbaxCheckpointHandler",
     "PersistConfig",
+    "Registry",
     "Restored",
     "SnapshotConfig",
     "Snapshotter",
@@ -37,6 +39,7 @@ __all__ = [
     "checkpoints",
     "errors",
     "latest",
+    "rebuild_ray_state",
     "remove_unfinished",
     "restore",
     "snapshot",
@@ -50,12 +53,14 @@ _HOME = {
     "JaxConfig": "ray_jax_ckpt.trainer",
     "OrbaxCheckpointHandler": "ray_jax_ckpt.handler",
     "PersistConfig": "ray_jax_ckpt.config",
+    "Registry": "ray_jax_ckpt.registry",
     "Restored": "ray_jax_ckpt.restored",
     "SnapshotConfig": "ray_jax_ckpt.config",
     "Snapshotter": "ray_jax_ckpt.arrays.snapshotter",
     "TlsConfig": "ray_jax_ckpt.config",
     "checkpoints": "ray_jax_ckpt.listing",
     "latest": "ray_jax_ckpt.worker",
+    "rebuild_ray_state": "ray_jax_ckpt.listing",
     "remove_unfinished": "ray_jax_ckpt.listing",
     "restore": "ray_jax_ckpt.worker",
     "snapshot": "ray_jax_ckpt.worker",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.fs
 from ray.exceptions import RayActorError
+from ray.train._internal.session import _TrainingResult as TrainingResult
 from ray.train._internal.utils import get_address_and_port
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
@@ -19,6 +20,7 @@ __all__ = [
     "ControllerCallback",
     "RayJaxBackend",
     "ReportCallback",
+    "TrainingResult",
     "WorkerGroupCallback",
     "WorkerGroupStartupFailedError",
     "dead_ranks",

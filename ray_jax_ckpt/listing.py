@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.fs
 
+from ray_jax_ckpt.model.results import Policy
 from ray_jax_ckpt.storage.files import remove_tree
-from ray_jax_ckpt.storage.filesystem import reading, resolve
+from ray_jax_ckpt.storage.filesystem import join, reading, resolve
 from ray_jax_ckpt.storage.manifest import MANIFEST
+from ray_jax_ckpt.storage.ray_state import rebuild
 from ray_jax_ckpt.storage.reader import lacking
 from ray_jax_ckpt.storage.runs import find_checkpoints, find_unfinished
+from ray_jax_ckpt.storage.state import StateFile
 
 
 @dataclass(frozen=True)
@@ -84,3 +87,38 @@ def remove_unfinished(run: Any, *, dry_run: bool = True, filesystem: Any = None)
         for where in () if dry_run else found:
             remove_tree(files, where, first=MANIFEST)
     return found
+
+
+def rebuild_ray_state(
+    run: Any,
+    *,
+    score_attribute: str | None = None,
+    score_order: Literal["max", "min"] = "max",
+    filesystem: Any = None,
+) -> list[str]:
+    """Makes Ray's own list of reported checkpoints anew, `checkpoint_manager_snapshot.json`, where Ray would refuse it.
+
+    Ray ends a run before its first worker starts if that file is damaged or names a checkpoint that is gone, and later
+    if it has a null for the score by which it ranks (which is what it makes of a NaN). What is listed anew are the
+    reported checkpoints of this package that are whole; of a list that can be read, what is there of it. The old file
+    is kept beside the new one. The run must not be going on. Nothing is changed if nothing is wrong.
+
+    Args:
+        run: As for `checkpoints`.
+        score_attribute: As in the run's `CheckpointConfig(checkpoint_score_attribute=...)`: Ray keeps its list sorted.
+        score_order: As in its `checkpoint_score_order`.
+        filesystem: Of pyarrow or fsspec, that a path is on.
+
+    Returns:
+        The directories of what was listed anew, worst first; none if nothing was wrong.
+
+    Raises:
+        ConfigError: `run` is nothing of that kind.
+        StorageError: The storage cannot be read, or does not take the file.
+    """
+    files, path = resolve(run, filesystem)
+    known = StateFile(files, path).load().state.checkpoints
+    policy = Policy(None, score_attribute, score_order)
+    with reading(f"Making Ray's list of {path} anew"):
+        found = rebuild(files, path, known, policy)
+    return [join(path, record.path) for record in found or ()]

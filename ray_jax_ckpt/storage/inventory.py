@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Iterable
 
 import pyarrow.fs
 
-from ray_jax_ckpt.errors import CheckpointError, NoCheckpointError
+from ray_jax_ckpt.errors import CheckpointError, NoCheckpointError, RestoreTimeoutError, StorageError
 from ray_jax_ckpt.model.results import Status
-from ray_jax_ckpt.storage.filesystem import join
-from ray_jax_ckpt.storage.manifest import Manifest
-from ray_jax_ckpt.storage.reader import read_manifest
+from ray_jax_ckpt.storage.files import exists
+from ray_jax_ckpt.storage.filesystem import describe, join, reading
+from ray_jax_ckpt.storage.manifest import FOLDER, Manifest
+from ray_jax_ckpt.storage.reader import lacking, read_manifest
 from ray_jax_ckpt.storage.records import Origin, Record, State
 from ray_jax_ckpt.storage.runs import directories, is_temporary
 
@@ -37,18 +39,16 @@ def reconciled(
         It, and in words what was different.
     """
     persisted = {path for path in _below(directories(filesystem, run_path), run_path) if not is_temporary(path)}
-    reported = _reported(filesystem, run_path)
+    reported = reported_directories(filesystem, run_path)
     kept, notes = _without_lost(state.checkpoints, persisted | reported)
     known = {record.path for record in kept if record.status is not Status.PENDING}
-    added: list[Record] = []
-    for path in sorted(persisted - known):
-        added += _record_of(filesystem, run_path, path, "persist")
-    index = state.report_index
+    found = [found_record(filesystem, run_path, path, "persist") for path in sorted(persisted - known)]
     # Their names hold the time.
-    for path in sorted(reported - known) if whole else ():
-        for record in _record_of(filesystem, run_path, path, "report"):
-            added.append(record.model_copy(update={"report_index": index}))
-            index += 1
+    reports = [found_record(filesystem, run_path, path, "report") for path in sorted(reported - known) if whole]
+    numbers = itertools.count(state.report_index)
+    added = [one for one in found if one is not None]
+    added += [one.model_copy(update={"report_index": next(numbers)}) for one in reports if one is not None]
+    index = next(numbers)
     if added:
         notes.append(f"It did not list {len(added)} checkpoints that are there: {_some(r.path for r in added)}")
     ready = {record.path for record in added}
@@ -69,15 +69,53 @@ def record_of(manifest: Manifest, path: str, origin: Origin) -> Record:
     )
 
 
-def _record_of(filesystem: pyarrow.fs.FileSystem, run_path: str, path: str, origin: Origin) -> list[Record]:
-    """One, or none if there is no checkpoint of this package that is finished."""
+def found_record(
+    filesystem: pyarrow.fs.FileSystem, run_path: str, path: str, origin: Origin, *, whole: bool = False
+) -> Record | None:
+    """What the checkpoint at a path says of itself; None if there is none of this package that is finished.
+
+    Args:
+        filesystem: Where the run is.
+        run_path: Its directory.
+        path: Relative to it.
+        origin: Who wrote it.
+        whole: Whether its files are looked for too, beside its manifest.
+    """
+    where = join(run_path, path)
     try:
-        return [record_of(read_manifest(filesystem, join(run_path, path)), path, origin)]
+        manifest = read_manifest(filesystem, where)
+        missing = lacking(filesystem, where, manifest) if whole else []
     except NoCheckpointError:
         logger.debug("%s is unfinished, or none of this package.", path)
+        return None
     except CheckpointError as error:
         logger.warning("Passed over the checkpoint %s: %s", path, error)
-    return []
+        return None
+    if missing:
+        logger.warning("Passed over the checkpoint %s: it lacks %s.", path, _some(missing))
+    return None if missing else record_of(manifest, path, origin)
+
+
+def problem_of(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
+    """Why what lies at a path cannot be restored, as far as a listing tells; "" if nothing speaks against it.
+
+    A directory that is none of this package's is taken as it is.
+
+    Raises:
+        StorageError, RestoreTimeoutError: Storage cannot be read.
+    """
+    with reading(f"Looking at {describe(filesystem, path)}"):
+        if not exists(filesystem, path):
+            return "it is gone"
+        if not exists(filesystem, join(path, FOLDER)):
+            return ""
+    try:
+        missing = lacking(filesystem, path, read_manifest(filesystem, path))
+    except (StorageError, RestoreTimeoutError):
+        raise
+    except CheckpointError as error:
+        return str(error)
+    return f"{len(missing)} of its files are not as they were written: {_some(missing)}" if missing else ""
 
 
 def _without_lost(records: Iterable[Record], there: set[str]) -> tuple[list[Record], list[str]]:
@@ -97,7 +135,8 @@ def _without_lost(records: Iterable[Record], there: set[str]) -> tuple[list[Reco
     return [record for record in records if record.path not in gone], [note]
 
 
-def _reported(filesystem: pyarrow.fs.FileSystem, run_path: str) -> set[str]:
+def reported_directories(filesystem: pyarrow.fs.FileSystem, run_path: str) -> set[str]:
+    """Names of the directories that Ray has made for what was reported to it, finished or not. Raises OSError."""
     infos = filesystem.get_file_info(pyarrow.fs.FileSelector(run_path, allow_not_found=True))
     return {
         info.base_name

@@ -16,7 +16,8 @@ def is_of_ray(tree: Mapping[str, Any]) -> bool:
 def _from_ray(tree: Tree) -> Tree:
     """Version 0: what was reported, as Ray's `checkpoint_manager_snapshot.json` has it."""
     results = tree["checkpoint_results"]
-    pending = {one["checkpoint_dir_name"] for one in tree.get("pending_training_results", ())}
+    pending = [one["checkpoint_dir_name"] for one in tree.get("pending_training_results", ())]
+    specs = dict(zip(pending, tree.get("pending_validation_specs", ()), strict=False))
     status_of = dict.fromkeys(pending, "validating")
     for field, status in (
         ("validated_checkpoint_dir_names", "validated"),
@@ -33,6 +34,7 @@ def _from_ray(tree: Tree) -> Tree:
             "status": status_of.get(one["checkpoint_dir_name"], "complete"),
             "origin": "report",
             "metrics": one.get("metrics") or {},
+            "validation": specs.get(one["checkpoint_dir_name"]),
         }
         for one, index in zip(results, indices, strict=True)
     ]

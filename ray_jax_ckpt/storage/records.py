@@ -85,6 +85,7 @@ class Record(_Model):
         metrics: Of rank 0, or as Ray has them.
         created_at_s: Unix time.
         num_bytes: Of its files, if known.
+        validation: What its report said of how it is to be validated, as Ray has it: True, or a dictionary.
     """
 
     path: str
@@ -97,6 +98,7 @@ class Record(_Model):
     metrics: dict[str, Any] = {}
     created_at_s: float = 0.0
     num_bytes: NonNegativeInt | None = None
+    validation: Any = None
 
     @field_validator("path")
     @classmethod
@@ -126,6 +128,7 @@ class State(_Model):
         report_index: Reports so far, over all worker groups and drivers.
         attempts: The last `MAX_ATTEMPTS`, oldest first.
         checkpoints: In no order that means anything.
+        removing: Paths, relative to the run's directory, of what is not listed any more and may not be gone yet.
     """
 
     version: int = VERSION
@@ -135,11 +138,17 @@ class State(_Model):
     report_index: NonNegativeInt = 0
     attempts: tuple[AttemptRecord, ...] = ()
     checkpoints: tuple[Record, ...] = ()
+    removing: tuple[str, ...] = ()
 
     @field_validator("attempts")
     @classmethod
     def _newest_only(cls, attempts: tuple[AttemptRecord, ...]) -> tuple[AttemptRecord, ...]:
         return attempts[-MAX_ATTEMPTS:]
+
+    @field_validator("removing")
+    @classmethod
+    def _stay_below(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(check_path, paths))
 
     def changed(self, **fields: Any) -> State:
         """A copy with other fields, checked. Never longer than what is kept."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -13,10 +14,11 @@ from ray_jax_ckpt.storage.state import State, StateFile
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+IDLE_S = 1.0
 
 
 class StateSaver:
-    """Thread-safe; never raises what storage raises, never blocks on it. Its thread starts with the first state.
+    """Thread-safe; never raises what storage raises, never blocks on it. Its thread lives while there is work.
 
     Args:
         file: Where to.
@@ -60,6 +62,11 @@ class StateSaver:
             done = self._changed.wait_for(lambda: self._closed or not (self._writing or self._next), timeout_s)
             return self.problem if done else self.problem or f"the state was not written within {timeout_s:g} s"
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more is written."""
+        return self._closed
+
     def close(self) -> None:
         """Nothing more is written; what waits is given up."""
         with self._changed:
@@ -84,8 +91,9 @@ class StateSaver:
 
     def _take(self) -> tuple[State, list[Future[None]]] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._next is not None)
+            self._changed.wait_for(lambda: self._closed or self._next is not None, IDLE_S)
             if self._closed or self._next is None:
+                self._thread = None
                 return None
             state, waiting = self._next, self._waiting
             self._next, self._waiting, self._writing = None, [], True
@@ -123,3 +131,17 @@ class StateSaver:
         self._changed.notify_all()
         for outcome in waiting:
             outcome.set_exception(StaleDriverError(said))
+
+
+_savers: weakref.WeakValueDictionary[tuple[str, str], StateSaver] = weakref.WeakValueDictionary()
+_savers_lock = threading.Lock()
+
+
+def saver_of(file: StateFile) -> StateSaver:
+    """This process's saver of a run, the same for all who ask: so that their states come in order."""
+    key = (file.filesystem.type_name, file.run_path)
+    with _savers_lock:
+        saver = _savers.get(key)
+        if saver is None or saver.closed or not saver.file.filesystem.equals(file.filesystem):
+            saver = _savers[key] = StateSaver(file)
+        return saver

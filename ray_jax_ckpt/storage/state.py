@@ -17,6 +17,7 @@ from ray_jax_ckpt.storage.files import ASIDE, remove_file, write_whole
 from ray_jax_ckpt.storage.filesystem import describe, join, reading
 from ray_jax_ckpt.storage.inventory import reconciled
 from ray_jax_ckpt.storage.manifest import FOLDER
+from ray_jax_ckpt.storage.ray_state import read_ray_state
 from ray_jax_ckpt.storage.records import (
     MAX_STATE_BYTES,
     VERSION,
@@ -78,8 +79,9 @@ class StateFile:
     def load(self) -> Loaded:
         """The run's state, with its warning logged. Changes nothing on storage.
 
-        A state that is damaged, empty or missing is made up for by the one before, and by the manifests of the
-        checkpoints that are there; so is one that does not list all of them, or lists some that are gone.
+        A state that is damaged, empty or missing is made up for by the one before, or by Ray's list of what was
+        reported, and by the manifests of the checkpoints that are there; so is one that does not list all of them, or
+        lists some that are gone.
 
         Raises:
             NotSupportedError: A newer version of this package wrote it.
@@ -126,7 +128,15 @@ class StateFile:
             if found == "previous":
                 problems.append(f"{self._says(STATE)} cannot be used, so the one before it, {name}, counts")
             return state, found
-        return State(run=self.run_path.rpartition("/")[2]), "rebuilt"
+        return self._of_ray(problems).changed(run=self.run_path.rpartition("/")[2]), "rebuilt"
+
+    def _of_ray(self, problems: list[str]) -> State:
+        """What Ray lists: the run may have begun without this package."""
+        try:
+            return read_ray_state(self.filesystem, self.run_path) or State()
+        except StateError as error:
+            problems.append(str(error))
+            return State()
 
     def _put_by(self, current: bytes, state: State) -> None:
         where = self._says(STATE)

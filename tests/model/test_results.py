@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_jax_ckpt.model.results import Entry, Policy, Status, newest, ranked, superfluous
@@ -54,6 +54,7 @@ policies = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(policies, entries_, st.sets(st.integers(0, 7)))
 def test_what_goes(policy: Policy, entries: list[Entry], protected: set[int]):
     doomed = superfluous(policy, entries, {str(age) for age in protected})

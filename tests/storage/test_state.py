@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.fs as pafs
 import pytest
 from dying import Dying, Killed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinks import Sink
 from written import hold, write
@@ -79,17 +79,19 @@ values = st.recursive(
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-    if isinstance(one, list):
+    if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and (one == other or (one != one and other != other))
 
 
+@settings(deadline=None)
 @given(values)
 def test_metrics_come_back_from_json_as_they_were(value: Any):
     encoded = json.dumps(metrics_.encode(value), allow_nan=False)
     assert same(value, metrics_.decode(json.loads(encoded)))
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text("ab", min_size=1), values, max_size=3))
 def test_a_state_comes_back_as_it_was(metrics: dict[str, Any]):
     state = example(checkpoints=(report("a", 0, metrics=metrics, status=Status.TIMED_OUT, reason="slow"),))
