@@ -68,7 +68,11 @@ class SnapshotCheckpoint(ray.train.Checkpoint):
         return self._all().as_directory()
 
     def to_directory(self, path: Any = None) -> str:
-        """The whole checkpoint in a directory, as Ray's `Checkpoint.to_directory`."""
+        """The whole checkpoint in a directory, as Ray's `Checkpoint.to_directory`.
+
+        Without a path that is a temporary directory, `checkpoint_tmp_...`, which is the caller's to remove, as with
+        Ray's own; `as_directory` removes it by itself.
+        """
         return self._all().to_directory(path)
 
     def _all(self) -> ray.train.Checkpoint:

@@ -258,7 +258,8 @@ def warn_of_few_domains(members: Sequence[Member], copies: int) -> None:
     if found < copies:
         covered = "the death of worker processes" if found == 1 else f"the loss of {found - 1} of them"
         warnings.warn(
-            f"copies={copies}, but all {len(members)} workers are in {found} failure domain(s), such as nodes: "
+            f"copies={copies}, but the workers, {len(members)} in all, are in {found} failure "
+            f"domain{'s' * (found != 1)}, such as nodes: "
             f"snapshots survive {covered}, and no more. Spread the workers over more nodes "
             f"(ScalingConfig(placement_strategy='SPREAD')), or ask for copies={found}.",
             RuntimeWarning,

@@ -48,7 +48,8 @@ class Need:
     def __str__(self) -> str:
         buffers = BUFFERS + self.persists
         return (
-            f"Snapshots take {_gb(self.total)} on this node ({self.num_workers} workers): {buffers} x {_gb(self.own)} "
+            f"Snapshots take {_gb(self.total)} on this node ({self.num_workers} "
+            f"worker{'s' * (self.num_workers != 1)}): {buffers} x {_gb(self.own)} "
             f"of its own shards, {BUFFERS} x {_gb(self.peer)} of peers, {_gb(self.own)} of staging while one is copied"
         )
 

@@ -15,6 +15,7 @@ from ray_jax_ckpt.arrays.tree import Flat, describe, flatten
 from ray_jax_ckpt.config import PersistConfig
 from ray_jax_ckpt.errors import CheckpointError, PersistError, UnsupportedLeafError
 from ray_jax_ckpt.memory.messages import StoredPlace
+from ray_jax_ckpt.missing_score import MissingScore
 from ray_jax_ckpt.storage.names import leaf_names
 from ray_jax_ckpt.storage.plan import pack_orbax
 from ray_jax_ckpt.storage.reader import read_manifest
@@ -58,11 +59,13 @@ class StorageSide:
     Attributes:
         persists: Whether the stores write by themselves.
         score: Metric that checkpoints are ranked by, or None.
+        missing_score: Misses that.
     """
 
     def __init__(self, config: PersistConfig | None, coordinator: ActorHandle, ask: Callable[[Any], Any]) -> None:
         self.persists = config is not None
         self.score = config.score_attribute if config is not None else None
+        self.missing_score = MissingScore(self.score)
         self._limit = config.fail_after if config is not None else None
         self._coordinator, self._ask = coordinator, ask
         self._asked: Any = None

@@ -71,7 +71,10 @@ def snapshot(
     """
     session = current()
     plain = stored({} if metrics is None else metrics, defer=True, score=session.storage.score)
-    return session.snapshot(step, state, data, plain, force, _bound(session, timeout_s))
+    handle = session.snapshot(step, state, data, plain, force, _bound(session, timeout_s))
+    if handle is not None and session.rank == 0:
+        session.storage.missing_score.look(step, plain)
+    return handle
 
 
 def restore(
@@ -177,8 +180,8 @@ def wait(timeout_s: float | None = None) -> None:
     found, wanted = session.ask(session.coordinator.wait.remote(generation, Status.PROTECTED, bound), bound)
     if found < wanted:
         warnings.warn(
-            f"Step {generation.step} is in {found} failure domain(s), copies={wanted} were asked for: more domains "
-            "do not live. The loss of one may lose it.",
+            f"Step {generation.step} is in {found} failure domain{'s' * (found != 1)}, copies={wanted} were asked for: "
+            "more domains do not live. The loss of one may lose it.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -91,6 +91,25 @@ def find_tree(
     return None if chosen is None else join(path, chosen)
 
 
+def unfinished(where: str, *, loadable: bool) -> NoCheckpointError:
+    """The error for what is there of a checkpoint of this package without its manifest.
+
+    Args:
+        where: In words.
+        loadable: Whether Orbax may take it for one of its own.
+    """
+    advice = (
+        " Orbax does not look at the manifest: orbax.checkpoint.v1.load(path, abstract_state) loads what is there, as "
+        "far as it is there, and tells no damage."
+    )
+    return NoCheckpointError(
+        f"{where} has files of a checkpoint of this package, but not its {MANIFEST}, which is written last: it is "
+        "still being written, its writer was killed, or a copy left the manifest out or somebody removed it. Without "
+        "it nothing says what belongs to the checkpoint, and nothing of it is restored. Fetch the manifest from where "
+        f"the directory was copied from, or restore another checkpoint.{advice if loadable else ''}"
+    )
+
+
 class Foreign:
     """An open checkpoint of plain Orbax. A context manager; not thread-safe.
 
@@ -124,7 +143,7 @@ class Foreign:
         tree = _json(filesystem, join(path, TREE), deadline)
         custom = tree.get("custom_metadata")
         if isinstance(custom, dict) and FOLDER in custom:
-            raise NoCheckpointError(f"The checkpoint at {self._where} was not finished: it lacks {MANIFEST}.")
+            raise unfinished(self._where, loadable=True)
         is_local = isinstance(filesystem, pafs.LocalFileSystem)
         if is_local:
             _check_links(path)

@@ -16,7 +16,7 @@ from ray_jax_ckpt.arrays.skeleton import Skeleton
 from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError
 from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.storage.filesystem import Place, describe, join, resolve
-from ray_jax_ckpt.storage.foreign import TREE, Foreign, find_tree
+from ray_jax_ckpt.storage.foreign import TREE, Foreign, find_tree, unfinished
 from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST
 from ray_jax_ckpt.storage.rank_data import RankData
 from ray_jax_ckpt.storage.reader import Reader
@@ -139,10 +139,10 @@ def open_checkpoint(place: Place, *, rank: int = 0, streams: int = STREAMS, time
     if isinstance(problem, IntegrityError):
         raise problem
     if there is None:
-        raise _nothing(place)
+        raise _nothing(place, deadline)
     found = find_tree(filesystem, path, deadline)
     if found is None:
-        raise _nothing(place)
+        raise _nothing(place, deadline)
     return Foreign(filesystem, found, step=step_of(named(path)), **effort)
 
 
@@ -183,7 +183,7 @@ def _newest(place: Place, restored: Callable[[str], Loaded], deadline: Deadline)
         return found
     if failed:
         raise NoCheckpointError(f"{describe(*place)} holds no whole checkpoint. Passed over: {' '.join(failed)}")
-    raise _nothing(place)
+    raise _nothing(place, deadline)
 
 
 def _candidates(place: Place, deadline: Deadline) -> list[str]:
@@ -218,7 +218,12 @@ def _is_checkpoint(place: Place, deadline: Deadline) -> bool:
     return find_tree(filesystem, path, deadline) is not None
 
 
-def _nothing(place: Place) -> NoCheckpointError:
+def _nothing(place: Place, deadline: Deadline) -> NoCheckpointError:
+    filesystem, path = place
+    asked = [join(path, name) for name in (FOLDER, TREE)]
+    infos = ask(lambda: filesystem.get_file_info(asked), f"Looking at {describe(*place)}", deadline)
+    if infos[0].type != pafs.FileType.NotFound:
+        return unfinished(describe(*place), loadable=infos[1].type != pafs.FileType.NotFound)
     return NoCheckpointError(
         f"There is no checkpoint at {describe(*place)}: neither {MANIFEST} of a finished one of this package, nor "
         f"Orbax's {TREE} there or in a directory below, nor directories named by a step, such as ckpt-7 or 7."
