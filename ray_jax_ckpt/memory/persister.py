@@ -7,8 +7,9 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -150,6 +151,8 @@ class Persister:
 
     async def _persist(self, generation: Generation, why: str) -> None:
         where, start = self._stored.new_path(generation), time.monotonic()
+        # What earlier tries have left may be what storage has no room for.
+        self._removals.begin()
         try:
             written = await asyncio.wait_for(self._write(generation, where), self._config.timeout_s + GRACE_S)
             self.failures, self._skipped, self.problem, self._not_before = 0, 0, "", 0.0
@@ -225,22 +228,39 @@ class Persister:
     async def _fill(
         self, to: Destination, plan: DirectoryPlan, holds: Mapping[str, Lease], handles: Mapping[str, ActorHandle]
     ) -> Persisted:
-        names = list(holds)
-        config = self._config
-        pace = Pace(config.max_concurrent, config.retries, config.max_bandwidth_bytes_per_s)
-        first, shared = handles[names[0]], ray.put(plan)
+        first, shared = handles[next(iter(holds))], ray.put(plan)
         try:
             writers = sorted({file.writer for file in plan.files})
-            shares = [reply(handles[names[n]].upload.remote(to, holds[names[n]], shared, n, pace)) for n in writers]
-            found: list[Mapping[str, FileRecord]] = await asyncio.gather(*shares)
-            records = {path: record for share in found for path, record in share.items()}
-            await reply(first.finish_upload.remote(to, shared, records, config.retries))
+            records = await self._upload(to, shared, writers, holds, handles)
+            await reply(first.finish_upload.remote(to, shared, records, self._config.retries))
         except BaseException:
             first.discard_upload.remote(replace(to, timeout_s=DISCARD_TIMEOUT_S))
-            # What is under way at other stores comes after that.
+            # A store that hangs in a call of storage may leave more when that returns.
             self._removals.add(Removal(to.path, "discard_upload"))
             raise
         return Persisted(plan.head.generation, plan.head.metrics.get(0, {}), to.path)
+
+    async def _upload(
+        self,
+        to: Destination,
+        plan: Any,
+        writers: Sequence[int],
+        holds: Mapping[str, Lease],
+        handles: Mapping[str, ActorHandle],
+    ) -> dict[str, FileRecord]:
+        config, names = self._config, list(holds)
+        pace = Pace(config.max_concurrent, config.retries, config.max_bandwidth_bytes_per_s)
+        calls = [handles[names[n]].upload.remote(to, holds[names[n]], plan, n, pace) for n in writers]
+        shares = [asyncio.ensure_future(reply(call)) for call in calls]
+        try:
+            found: list[Mapping[str, FileRecord]] = await asyncio.gather(*shares)
+        except Exception:
+            # The others stop when they hold nothing any more. What they write until then is to come before its removal.
+            for name, handle in handles.items():
+                handle.unlease.remote(holds[name].id)
+            await asyncio.wait(shares, timeout=GRACE_S)
+            raise
+        return {path: record for share in found for path, record in share.items()}
 
     def _prune(self) -> None:
         for one in persistence.superfluous(self._config, self._stored.known.values()):

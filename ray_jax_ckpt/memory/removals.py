@@ -54,7 +54,7 @@ class Removals:
         self._num_running = 0
 
     def add(self, removal: Removal) -> None:
-        """It is begun with the next `begin`: when a newer checkpoint is complete."""
+        """It is begun with the next `begin`."""
         self._waiting[removal.path] = removal
 
     def begin(self) -> None:

@@ -157,6 +157,16 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     ray.cloudpickle.unregister_pickle_by_value(steered)
 
 
+@pytest.fixture(scope="module")
+def reporting(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PersistedRun]:
+    """A run that writes nothing by itself, for all tests of a module."""
+    run = PersistedRun(workers_of(cluster), str(tmp_path_factory.mktemp("reporting") / "run"), None)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
 @pytest.fixture
 def run_of(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., PersistedRun]]:
     """Makes runs in the test's directory: settings are those of PersistConfig."""

@@ -92,14 +92,16 @@ def test_superfluous_checkpoints_are_removed_once_the_new_one_is_there(run_of):
     assert_identical(load(run.path_of(2), state_of(0)).state, state_of(2))
 
 
-def test_the_last_snapshot_of_a_run_is_written_before_it_ends(run_of):
-    run = run_of(every_n_steps=1000)
+def test_the_last_snapshot_of_a_run_is_written_before_it_ends_also_to_slow_storage(run_of, disk):
+    run = run_of(filesystem=disk.filesystem, every_n_steps=1000, max_concurrent=1)
+    disk.says("0.1")
     run.take(state_of(1))
     run.take(state_of(2))
     run.drain()
     assert run.settle() == ""
     assert run.steps() == [2]
     run.await_events("persisted", "end of the run")
+    assert "Deprecat" not in run.warnings()
 
 
 def test_a_failure_flushes_the_newest_complete_snapshot(run_of):

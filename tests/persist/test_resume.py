@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax.numpy as jnp
-import pytest
 import ray
 import ray.train
 from support import eventually
@@ -46,6 +45,7 @@ def decided(run):
 
 def test_memory_counts_while_it_has_the_newest(run_of):
     run = run_of(every_n_steps=10)
+    assert (decided(run).located, decided(run).stored) == (None, None)
     persisted(run, 10)
     run.take_at(11, state_of(11))
     run.drain()
@@ -71,18 +71,10 @@ def test_storage_counts_when_memory_is_gone(run_of):
     assert run.steps() == [10, 20, 30]
 
 
-def test_a_checkpoint_that_lacks_a_file_is_passed_over(run_of, caplog):
+def test_one_that_lacks_a_file_is_passed_over_and_a_damaged_one_fails_an_attempt(run_of):
     run = run_of(every_n_steps=10)
-    persisted(run, 10, 20)
-    next(Path(run.path_of(20)).glob("w/c/*")).unlink()
-    lose_memory(run)
-    run.begin(copies=2)
-    assert decided(run).stored.generation.step == 10
-
-
-def test_a_damaged_checkpoint_fails_one_attempt_and_the_next_takes_the_older_one(run_of):
-    run = run_of(every_n_steps=10)
-    persisted(run, 10, 20)
+    persisted(run, 10, 20, 30)
+    next(Path(run.path_of(30)).glob("w/c/*")).unlink()
     chunk = next(Path(run.path_of(20)).glob("w/c/*"))
     content = bytearray(chunk.read_bytes())
     content[100] ^= 1
@@ -98,11 +90,6 @@ def test_a_damaged_checkpoint_fails_one_attempt_and_the_next_takes_the_older_one
     assert place.generation.step == 10
     for restored in restore_all(run, place):
         assert_identical(restored.state, state_of(10))
-
-
-def test_nothing_is_offered_where_nothing_is(run_of):
-    run = run_of(every_n_steps=10)
-    assert (decided(run).located, decided(run).stored) == (None, None)
 
 
 def test_of_ours_and_rays_the_newer_one_counts(run_of, tmp_path):
@@ -122,18 +109,17 @@ def test_of_ours_and_rays_the_newer_one_counts(run_of, tmp_path):
         assert newer_on_storage(place, older).path == place.path
 
 
-@pytest.mark.parametrize("name", ["located", "stored"])
-def test_the_start_hook_hands_it_over(run_of, monkeypatch, name):
-    run = run_of(every_n_steps=10)
+def test_the_start_hook_hands_it_over(run_of, monkeypatch):
+    run, given = run_of(every_n_steps=10), []
     persisted(run, 10)
-    if name == "stored":
-        lose_memory(run)
-    run.begin(copies=2)
-    given = []
-    monkeypatch.setattr(session, "_current", session.Wiring(run.coordinator, run.sessions[0].config))
     monkeypatch.setattr(session, "_reported", [None])
     monkeypatch.setattr(session._ray_compat, "world_rank", lambda: 0)
     monkeypatch.setattr(session._ray_compat, "set_checkpoint", given.append)
-    session.decide(decided(run))
-    assert isinstance(given[0], ray.train.Checkpoint)
-    assert (given[0].path == run.path_of(10)) == (name == "stored")
+    for name in ("located", "stored"):
+        if name == "stored":
+            lose_memory(run)
+        run.begin(copies=2)
+        monkeypatch.setattr(session, "_current", session.Wiring(run.coordinator, run.sessions[0].config))
+        session.decide(decided(run))
+        assert isinstance(given[-1], ray.train.Checkpoint)
+        assert (given[-1].path == run.path_of(10)) == (name == "stored")

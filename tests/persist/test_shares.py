@@ -13,7 +13,8 @@ import pyarrow.fs
 import pytest
 
 import ray_jax_ckpt as rjc
-from ray_jax_ckpt.errors import NotSupportedError, SnapshotLostError
+from ray_jax_ckpt import worker
+from ray_jax_ckpt.errors import IntegrityError, NotSupportedError, SnapshotLostError
 from ray_jax_ckpt.storage.reader import verify
 from ray_jax_ckpt.storage.restore import load
 from ray_jax_ckpt.testing import assert_identical
@@ -22,8 +23,19 @@ LOCAL = pyarrow.fs.LocalFileSystem()
 
 
 @pytest.fixture
-def run(run_of):
-    return run_of(persists=False)
+def run(reporting, monkeypatch):
+    """The module's run, at the start of an attempt."""
+    for name in ("current", "current_or_none"):
+        monkeypatch.setattr(worker, name, reporting.current)
+    begin(reporting)
+    return reporting
+
+
+def begin(run) -> None:
+    run.begin(copies=2)
+    # What an earlier attempt left is not to be asked for.
+    for session in run.sessions:
+        session.restores += 1
 
 
 def state_of(rank: int = 0) -> dict:
@@ -164,3 +176,39 @@ def test_a_handle_travels_without_its_files(run):
         copy.to_directory()
     for state in run.all_ranks(lambda rank: rjc.restore(copy, state_of(rank)).state):
         assert_identical({**state, "mine": None}, {**state_of(), "mine": None})
+
+
+def test_shares_of_two_attempts_in_one_place_are_never_one_checkpoint(run, tmp_path):
+    def of(rank: int, line: int) -> dict:
+        return {"w": jnp.arange(1000.0) + line, "mine": np.full(5, 10 * line + rank), "line": line}
+
+    def shares(line: int):
+        run.step = 0
+        return run.all_ranks(lambda rank: rjc.snapshot(1, of(rank, line), force=True))
+
+    def report(one, name: str) -> str:
+        """As Ray copies what a rank reports."""
+        target = tmp_path / name
+        target.mkdir(exist_ok=True)
+        pyarrow.fs.copy_files(one.path, str(target), source_filesystem=one.filesystem, destination_filesystem=LOCAL)
+        return str(target)
+
+    first, second = shares(1)
+    for name in ("mixed", "whole"):
+        report(second, name)
+    report(first, "other")
+    begin(run)
+    new_first, new_second = shares(2)
+    # Rank 1 of the first attempt, and rank 0 of the second, which had no more.
+    mixed, other = report(new_first, "mixed"), report(new_second, "other")
+    for path in (mixed, other):
+        with pytest.raises(IntegrityError):
+            load(path, of(0, 0), rank=1, world_size=2)
+        with pytest.raises(IntegrityError):
+            verify(LOCAL, path)
+    # Both of the second over what the first has left.
+    report(new_first, "whole")
+    path = report(new_second, "whole")
+    verify(LOCAL, path)
+    for rank in (0, 1):
+        assert_identical(load(path, of(0, 0), rank=rank, world_size=2).state, of(rank, 2))

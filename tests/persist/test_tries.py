@@ -24,10 +24,14 @@ def test_a_try_that_goes_on_after_it_was_given_up_harms_no_later_one(run_of, dis
     run = run_of(filesystem=disk.filesystem, every_n_steps=10, timeout_s=2, max_concurrent=1)
     disk.says("held")
     take(run, 10)
-    eventually(lambda: run.events("persist_failed"), 60)
+    failed = eventually(lambda: run.events("persist_failed"), 60)
+    assert "timeout_s" in failed[0]["error"]
+    # Memory does without it.
+    take(run, 11)
     disk.says("")
-    run.await_steps(10)
-    path = run.path_of(10)
+    eventually(run.steps, 60)
+    (step,) = run.steps()
+    path = run.path_of(step)
     Path(disk.path).with_name("released").touch()
     # Long enough for those that were held: they only open a file, and learn that nobody wants it.
     deadline = time.monotonic() + 2
@@ -66,23 +70,17 @@ def test_a_run_does_not_start_afresh_because_storage_is_silent(run_of, disk):
     assert decided(run).stored.path == run.path_of(10)
 
 
-def test_memory_counts_while_storage_is_silent(run_of, disk):
+def test_what_is_silent_once_is_offered_again(run_of, disk):
     run = run_of(filesystem=disk.filesystem, every_n_steps=10)
     take(run, 10)
     run.await_steps(10)
     disk.says("silent")
     run.begin(copies=2)
+    # Memory counts meanwhile.
     assert decided(run).located.generation.step == 10
-
-
-def test_what_is_silent_once_is_offered_again(run_of, disk):
-    run = run_of(filesystem=disk.filesystem, every_n_steps=10)
-    take(run, 10)
-    run.await_steps(10)
     for store in run.stores().values():
         ray.kill(store)
     eventually(lambda: not run.stores(), 30)
-    disk.says("silent")
     with pytest.raises(ray.exceptions.RayTaskError, match="cannot be read"):
         run.begin(copies=2)
     disk.says("")
