@@ -11,11 +11,13 @@ import pyarrow.fs
 from ray_jax_ckpt.model.results import Policy
 from ray_jax_ckpt.storage.files import remove_tree
 from ray_jax_ckpt.storage.filesystem import join, reading, resolve
-from ray_jax_ckpt.storage.manifest import MANIFEST
+from ray_jax_ckpt.storage.manifest import MANIFEST, Manifest
 from ray_jax_ckpt.storage.ray_state import rebuild
 from ray_jax_ckpt.storage.reader import lacking
-from ray_jax_ckpt.storage.runs import find_checkpoints, find_unfinished
+from ray_jax_ckpt.storage.runs import directories, find_checkpoints, find_unfinished
 from ray_jax_ckpt.storage.state import StateFile
+
+LISTINGS = 5
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,23 @@ def checkpoints(run: Any, *, filesystem: Any = None) -> list[CheckpointInfo]:
     """
     files, path = resolve(run, filesystem)
     with reading(f"Listing the checkpoints of {path}"):
-        found = [(where, one) for where, one in find_checkpoints(files, path) if not lacking(files, where, one)]
+        found = _whole(files, path)
     ordered = sorted(found, key=lambda pair: pair[1].generation)
     return [
         CheckpointInfo(where, files, one.step or 0, one.attempt, one.metrics.get(0, {}), one.created_at_s)
         for where, one in ordered
     ]
+
+
+def _whole(files: pyarrow.fs.FileSystem, path: str) -> list[tuple[str, Manifest]]:
+    """A newer one may get its name, and the older one go, between a listing and a look at it: then it is made again."""
+    found: list[tuple[str, Manifest]] = []
+    for _ in range(LISTINGS):
+        before = set(directories(files, path))
+        found = [(where, one) for where, one in find_checkpoints(files, path) if not lacking(files, where, one)]
+        if len(found) == len(before) or before == set(directories(files, path)):
+            break
+    return found
 
 
 def remove_unfinished(run: Any, *, dry_run: bool = True, filesystem: Any = None) -> list[str]:

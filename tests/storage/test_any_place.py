@@ -132,6 +132,28 @@ def test_a_run_finds_its_checkpoints_and_what_was_not_finished_on_any_filesystem
         fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
+class Moving(Sink):
+    """As soon as something is read, the older checkpoint makes place for the newer one."""
+
+    def __init__(self):
+        super().__init__()
+        self.newer = {}
+
+    def open_input_stream(self, path):
+        if self.newer:
+            self.objects, self.newer = self.newer, {}
+        return super().open_input_stream(path)
+
+
+def test_a_newer_checkpoint_is_found_although_the_older_one_goes_while_it_is_looked_for():
+    sink = Moving()
+    files = sink.filesystem()
+    for step in (20, 10):
+        sink.newer, sink.objects = sink.objects, {}
+        write(hold({"w": jnp.full(2, step)}), checkpoint_path("bucket/run", Generation(1, 0, step)), files, step=step)
+    assert [info.step for info in rjc.checkpoints(("bucket/run", files))] == [20]
+
+
 def test_only_what_this_package_named_is_taken_for_unfinished(tmp_path):
     folder = Path(tmp_path, FOLDER)
     left = ["attempt-0001.0-step-000000010.orbax-checkpoint-tmp", "attempt-0002.1-step-000000005"]
