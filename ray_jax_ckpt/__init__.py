@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ray_jax_ckpt.config import PersistConfig, SnapshotConfig, TlsConfig
     from ray_jax_ckpt.handler import OrbaxCheckpointHandler
     from ray_jax_ckpt.listing import CheckpointInfo, checkpoints, rebuild_ray_state, remove_unfinished
-    from ray_jax_ckpt.manager import CheckpointManager
+    from ray_jax_ckpt.manager import CheckpointManager, EnvCheckpointManager
     from ray_jax_ckpt.metrics import to_metrics
     from ray_jax_ckpt.registry import Registry
     from ray_jax_ckpt.restored import Restored
@@ -27,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointInfo",
     "CheckpointManager",
+    "EnvCheckpointManager",
     "JaxConfig",
     "OrbaxCheckpointHandler",
     "PersistConfig",
@@ -50,6 +51,7 @@ __all__ = [
 _HOME = {
     "CheckpointInfo": "ray_jax_ckpt.listing",
     "CheckpointManager": "ray_jax_ckpt.manager",
+    "EnvCheckpointManager": "ray_jax_ckpt.manager",
     "JaxConfig": "ray_jax_ckpt.trainer",
     "OrbaxCheckpointHandler": "ray_jax_ckpt.handler",
     "PersistConfig": "ray_jax_ckpt.config",

@@ -23,6 +23,7 @@ __all__ = [
     "TrainingResult",
     "WorkerGroupCallback",
     "WorkerGroupStartupFailedError",
+    "callbacks_of",
     "dead_ranks",
     "disown_started_state",
     "ended_well",
@@ -70,6 +71,11 @@ def run_location(name: str, storage_path: str, filesystem: Any) -> tuple[pyarrow
     """Where a run with these settings of RunConfig has its directory. Nothing is written."""
     context = StorageContext(storage_path, name, storage_filesystem=filesystem, read_only=True)
     return context.storage_filesystem, context.experiment_fs_path
+
+
+def callbacks_of(train_run_context: Any) -> list[Any]:
+    """The callbacks of RunConfig."""
+    return list(getattr(train_run_context.run_config, "callbacks", None) or [])
 
 
 def max_failures(train_run_context: Any) -> int:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.fs
 import ray.train
 
-from ray_jax_ckpt.errors import NotSupportedError, RestoreError
+from ray_jax_ckpt.errors import NoCheckpointError, NotSupportedError, RestoreError
 from ray_jax_ckpt.model.shards import Generation
 
 
@@ -85,22 +85,28 @@ class UndecidedCheckpoint(ray.train.Checkpoint):
     """What `get_checkpoint()` returns while it is not known what is restored: using it raises.
 
     A rank that saw None here, while the others restore, would train on other weights than they do.
+
+    Attributes:
+        why: There is none; says it instead.
     """
 
-    def __init__(self) -> None:
-        super().__init__("ray_jax_ckpt/undecided", filesystem=pyarrow.fs.PyFileSystem(_Undecided()))
+    def __init__(self, why: str = "") -> None:
+        super().__init__("ray_jax_ckpt/undecided", filesystem=pyarrow.fs.PyFileSystem(_Undecided(why)))
+        self.why = why
 
     def as_directory(self) -> Any:
         """Raises RestoreError."""
-        raise undecided()
+        raise undecided(self.why)
 
     def to_directory(self, path: Any = None) -> str:
         """Raises RestoreError."""
-        raise undecided()
+        raise undecided(self.why)
 
 
-def undecided() -> RestoreError:
-    """The error for using a checkpoint before there is one."""
+def undecided(why: str = "") -> RestoreError:
+    """The error for using a checkpoint before there is one, or (`why`) where there has to be one and is none."""
+    if why:
+        return NoCheckpointError(why)
     return RestoreError(
         "What this worker group restores could not be decided in time (the manager's log says why). Failing this "
         "attempt, so that the next one decides again, instead of training from the wrong state."
@@ -194,11 +200,14 @@ def _with_directories(names: Iterable[str]) -> Iterable[str]:
 
 
 class _Undecided(_Refusing):
+    def __init__(self, why: str) -> None:
+        self._why = why
+
     def _error(self) -> Exception:
-        return undecided()
+        return undecided(self._why)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Undecided)
+        return isinstance(other, _Undecided) and other._why == self._why
 
     def __hash__(self) -> int:
         return 0

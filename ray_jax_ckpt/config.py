@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ray_jax_ckpt.errors import ConfigError
 
+ResumeMode = Literal["auto", "never", "must"]
+"""What becomes of a run that has been there before. See `CheckpointManager`."""
+
 
 class _Settings(BaseModel):
     """Frozen settings whose errors say in words which one is wrong, and what is nearest to a name that does not exist.

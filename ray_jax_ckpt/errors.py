@@ -8,6 +8,7 @@ Each class is also the builtin a caller would expect, so ``except TimeoutError``
     CheckpointError
     ├── ConfigError              (ValueError)           a setting that cannot work
     ├── NoSessionError           (RuntimeError)         called where there is no training run with a CheckpointManager
+    ├── RunInUseError            (RuntimeError)         another driver is training this run
     ├── StepError                (ValueError)           a step that is negative, not an int, or goes backwards
     ├── UnsupportedLeafError     (TypeError)            a leaf of the state that cannot be snapshotted
     ├── TreeMismatchError        (ValueError)           a template and a snapshot that do not fit each other
@@ -43,6 +44,10 @@ class ConfigError(CheckpointError, ValueError):
 
 class NoSessionError(CheckpointError, RuntimeError):
     """A train-function call made where there is no training run with a ``CheckpointManager``."""
+
+
+class RunInUseError(CheckpointError, RuntimeError):
+    """A run that another, living driver is training. The message says which one."""
 
 
 class StepError(CheckpointError, ValueError):

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import ray
-import ray.train
 from ray.actor import ActorHandle
 
 from ray_jax_ckpt.arrays.tree import Flat, describe, flatten
 from ray_jax_ckpt.config import PersistConfig
-from ray_jax_ckpt.errors import CheckpointError, PersistError, UnsupportedLeafError
-from ray_jax_ckpt.memory.messages import StoredPlace
+from ray_jax_ckpt.errors import PersistError, UnsupportedLeafError
 from ray_jax_ckpt.missing_score import MissingScore
 from ray_jax_ckpt.storage.names import leaf_names
 from ray_jax_ckpt.storage.plan import pack_orbax
-from ray_jax_ckpt.storage.reader import read_manifest
 from ray_jax_ckpt.values import encode_value
 
 logger = logging.getLogger(__name__)
@@ -95,18 +92,3 @@ class StorageSide:
                     f"Storage has failed {self._limit} times or more in a row (PersistConfig.fail_after), the last "
                     f"time like this: {problem}"
                 )
-
-
-def newer_on_storage(ours: StoredPlace, reported: Any, bad: Collection[str] = ()) -> Any:
-    """Of a checkpoint that the stores wrote and the one that was reported to Ray last, the newer one.
-
-    The stores' counts where nobody can tell: the reported one is none of this package, or cannot be read; and where the
-    reported one is among the `bad` paths, which an earlier attempt could not restore.
-    """
-    if reported is not None and reported.path not in bad:
-        try:
-            if read_manifest(reported.filesystem, reported.path).generation > ours.generation:
-                return reported
-        except (CheckpointError, OSError) as error:
-            logger.info("%s is not compared with the run's own checkpoints: %s", reported, error)
-    return ray.train.Checkpoint(ours.path, filesystem=ours.filesystem)

@@ -11,10 +11,18 @@ from typing import Any
 
 import pyarrow.fs
 
+from ray_jax_ckpt.memory.fleet import run_digest
+from ray_jax_ckpt.memory.messages import RunIdentity
+
 # Of what filesystems are made with, where they point to. A bucket has one region, and is reached by either scheme.
 _ENDPOINT = ("endpoint_override", "account_name", "blob_storage_authority", "host", "port", "project_id")
 # The same of fsspec's.
 _FSSPEC_ENDPOINT = ("endpoint_url", "host", "port", "account_name", "project", "base_url", "repo", "org")
+
+
+def run_identity(filesystem: pyarrow.fs.FileSystem, path: str) -> RunIdentity:
+    """The run that has its directory there: the same for every driver, and for every spelling of the path."""
+    return RunIdentity(run_digest(*canonical(filesystem, path)), path, filesystem)
 
 
 def canonical(filesystem: pyarrow.fs.FileSystem, path: str) -> tuple[str, str]:

@@ -14,14 +14,15 @@ import jax
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from ray_jax_ckpt import _ray_compat
 from ray_jax_ckpt.arrays.plan import Plan, Planner, Topology, capture
 from ray_jax_ckpt.arrays.tree import describe, flatten
-from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint
+from ray_jax_ckpt.checkpoint import SnapshotCheckpoint
 from ray_jax_ckpt.data_state import DataCapture, DataRoom
+from ray_jax_ckpt.environment import ENABLED, is_enabled
 from ray_jax_ckpt.errors import (
     CheckpointError,
     MemoryLimitError,
+    NoCheckpointError,
     NoSessionError,
     SnapshotError,
     SnapshotTimeoutError,
@@ -38,7 +39,7 @@ from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.need import Need
 from ray_jax_ckpt.observe import faults
-from ray_jax_ckpt.persisting import StorageSide, newer_on_storage
+from ray_jax_ckpt.persisting import StorageSide
 from ray_jax_ckpt.pipeline import GRACE_S, Job, Pipeline
 from ray_jax_ckpt.share import Share
 from ray_jax_ckpt.start_hook import Wiring
@@ -389,34 +390,29 @@ class Session:
         self.coordinator.record.remote(event, time.time(), {"rank": self.rank, **fields})
 
 
-_current: Session | Wiring | None = None
+class _Off:
+    """A run without snapshots."""
 
 
-def arm(wiring: Wiring) -> None:
-    """See `start_hook.arm`."""
+OFF = _Off()
+_current: Session | Wiring | _Off | None = None
+
+
+def become(what: Session | Wiring | _Off) -> Session | Wiring | _Off | None:
+    """What this worker is from now on; returns what it was. Before the train function only."""
     global _current
-    _current = wiring
-    before = _ray_compat.set_checkpoint(UndecidedCheckpoint())
-    _reported.append(before)
+    before, _current = _current, what
+    return before
 
 
-def decide(decision: Decision) -> None:
-    """See `start_hook.decide`."""
-    global _current
-    wiring = _current
-    if not isinstance(wiring, Wiring):
-        raise NoSessionError("A decision came before its worker was armed.")
-    _current = Session(wiring, decision, _ray_compat.world_rank())
-    located, checkpoint = decision.located, _reported.pop()
-    if located is not None:
-        checkpoint = _current.handle(located.generation)
-    elif decision.stored is not None:
-        checkpoint = newer_on_storage(decision.stored, checkpoint, decision.bad)
-    _current.offered = getattr(checkpoint, "path", "")
-    _ray_compat.set_checkpoint(checkpoint)
+def peek() -> Session | Wiring | _Off | None:
+    """What this worker is."""
+    return _current
 
 
-_reported: list[Any] = []
+def is_off() -> bool:
+    """Whether the calls are to do nothing: `RAY_JAX_CKPT_ENABLED=0` for the run's driver, or for this process."""
+    return _current is OFF or (_current is None and not is_enabled())
 
 
 def current_or_none() -> Session | None:
@@ -425,7 +421,7 @@ def current_or_none() -> Session | None:
     Raises:
         NoSessionError: It is one, and does not know yet what its attempt restores.
     """
-    return None if _current is None else current()
+    return None if _current is None or is_off() else current()
 
 
 def current() -> Session:
@@ -437,10 +433,14 @@ def current() -> Session:
     if isinstance(_current, Session):
         return _current
     if isinstance(_current, Wiring):
+        if _current.problem:
+            raise NoCheckpointError(_current.problem)
         raise NoSessionError(
             "This attempt's restore decision has not arrived, so snapshots cannot be numbered. Failing the "
             "attempt; the manager's log says why."
         )
+    if is_off():
+        raise NoSessionError(f"{ENABLED}=0: this run has no snapshots.")
     raise NoSessionError(
         "Not in the train function of a run with a CheckpointManager. Call this inside the function that "
         "JaxTrainer runs, with at least one worker (num_workers=0 runs without a controller), and add "

@@ -24,7 +24,7 @@ from ray_jax_ckpt.model.books import Status
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.restored import Restored, give_data
-from ray_jax_ckpt.session import Session, current, current_or_none
+from ray_jax_ckpt.session import Session, current, current_or_none, is_off
 from ray_jax_ckpt.storage.filesystem import is_place
 from ray_jax_ckpt.stored import Wish, restore_stored
 
@@ -59,8 +59,9 @@ def snapshot(
         timeout_s: Bound of waiting for the previous snapshot and for a buffer. None: `SnapshotConfig.timeout_s`.
 
     Returns:
-        A handle, or None if no snapshot is due or it was skipped (with a warning). The same step again returns the same
-        handle without copying again; metrics that come before it is stored are merged.
+        A handle, or None if no snapshot is due, it was skipped (with a warning), or `RAY_JAX_CKPT_ENABLED=0` is set.
+        The same step again returns the same handle without copying again; metrics that come before it is stored are
+        merged.
 
     Raises:
         StepError, UnsupportedLeafError, DataStateError, NoSessionError: The call cannot work; nothing was taken.
@@ -69,6 +70,8 @@ def snapshot(
             with a warning, unless `force` is set.
         SnapshotError: Only with `force`: it could not be taken in time. Without it failures are warnings.
     """
+    if is_off():
+        return None
     session = current()
     plain = stored({} if metrics is None else metrics, defer=True, score=session.storage.score)
     handle = session.snapshot(step, state, data, plain, force, _bound(session, timeout_s))
@@ -171,6 +174,8 @@ def wait(timeout_s: float | None = None) -> None:
         SnapshotError: It failed or was abandoned.
         SnapshotTimeoutError: It was not protected in time; the message says what is missing.
     """
+    if is_off():
+        return
     session = current()
     bound = _bound(session, timeout_s)
     session.drain(bound)
@@ -193,6 +198,8 @@ def latest(timeout_s: float | None = None) -> int | None:
     Raises:
         SnapshotError: The run's coordinator does not answer.
     """
+    if is_off():
+        return None
     session = current()
     generation = session.ask(session.coordinator.latest.remote(), _bound(session, timeout_s))
     return None if generation is None else generation.step
@@ -212,7 +219,7 @@ def _snapshot_of(checkpoint: Any) -> SnapshotCheckpoint:
     if isinstance(checkpoint, SnapshotCheckpoint):
         return checkpoint
     if isinstance(checkpoint, UndecidedCheckpoint):
-        raise undecided()
+        raise undecided(checkpoint.why)
     if checkpoint is None:
         raise ConfigError(
             "restore(None): there is nothing to restore. Check `get_checkpoint()` for None and initialise the "

@@ -15,8 +15,9 @@ import ray_jax_ckpt as rjc
 from ray_jax_ckpt import session
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint
 from ray_jax_ckpt.memory import fleet
-from ray_jax_ckpt.memory.coordinator import start_coordinator
 from ray_jax_ckpt.memory.messages import Member, RunIdentity
+from ray_jax_ckpt.memory.starting import start_coordinator
+from ray_jax_ckpt.model.choice import Resume
 
 
 class Group:
@@ -32,7 +33,7 @@ class Group:
     ) -> None:
         self.nodes, self.run = nodes, run or new_run()
         self.directory = directory or RunIdentity(self.run, f"/nowhere/{self.run}", None)
-        self.persist = persist
+        self.persist, self.resume = persist, Resume()
         self.coordinator: Any = None
         self.sessions: list[session.Session] = []
         self.step = 0
@@ -42,7 +43,8 @@ class Group:
         """A new attempt; settings are those of SnapshotConfig, and count from the first attempt on."""
         config = rjc.SnapshotConfig(**{"every_n_steps": 1, "copies": 1, "timeout_s": 20} | settings)
         if self.coordinator is None:
-            self.coordinator = start_coordinator(self.directory, config, self.nodes[0][0], self.persist)
+            where = self.nodes[0][0]
+            self.coordinator = start_coordinator(self.directory, config, where, self.persist, resume=self.resume)
         seen: list[str] = []
         members = []
         for rank, (node, ip) in enumerate(self.nodes):

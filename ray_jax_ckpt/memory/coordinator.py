@@ -11,7 +11,6 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_jax_ckpt.config import PersistConfig, SnapshotConfig
 from ray_jax_ckpt.errors import (
@@ -25,6 +24,8 @@ from ray_jax_ckpt.errors import (
 from ray_jax_ckpt.memory.activities import Activities
 from ray_jax_ckpt.memory.announce import Announcer, Ear, Word
 from ray_jax_ckpt.memory.barrier import Barrier, MissingRanks
+from ray_jax_ckpt.memory.chooser import Chooser
+from ray_jax_ckpt.memory.claim import DriverIdentity, Incumbent, incumbent
 from ray_jax_ckpt.memory.drain import Drain
 from ray_jax_ckpt.memory.ledger import Ledger
 from ray_jax_ckpt.memory.messages import Decision, Located, Member, RunIdentity, StoredCheckpoint, Survey
@@ -35,34 +36,15 @@ from ray_jax_ckpt.model import attendance as attendance_
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model.attendance import Attendance, Began
 from ray_jax_ckpt.model.books import Books, Held, Status
+from ray_jax_ckpt.model.choice import Resume
 from ray_jax_ckpt.model.placement import host_part_id
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.observe.events import EventLog
+from ray_jax_ckpt.observe.log import show_log
 
 logger = logging.getLogger(__name__)
-
-
-# Calls that meet a coordinator while it is started again wait for it, instead of costing an attempt.
-MAX_TASK_RETRIES = 3
-# All ranks may wait in the coordinator at once while their stores' reports have to get through.
-MAX_CONCURRENT_CALLS = 100_000
-
-
-def start_coordinator(
-    run: RunIdentity, config: SnapshotConfig, node_id: str, persist: PersistConfig | None = None
-) -> ActorHandle:
-    """Starts a run's coordinator on a node, owned by the calling process. Ray starts it again if it is killed."""
-    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    actor: Any = ray.remote(Coordinator).options(
-        num_cpus=0,
-        scheduling_strategy=here,
-        max_concurrency=MAX_CONCURRENT_CALLS,
-        max_restarts=-1,
-        max_task_retries=MAX_TASK_RETRIES,
-    )
-    return actor.remote(run, config, persist)
 
 
 class Coordinator:
@@ -71,8 +53,18 @@ class Coordinator:
     It holds nothing that the stores do not hold: a new one rebuilds its books from their inventories.
     """
 
-    def __init__(self, run: RunIdentity, config: SnapshotConfig, persist: PersistConfig | None = None) -> None:
+    def __init__(
+        self,
+        run: RunIdentity,
+        config: SnapshotConfig,
+        persist: PersistConfig | None,
+        resume: Resume,
+        driver: DriverIdentity | None,
+        controller: ActorHandle | None,
+    ) -> None:
+        show_log()
         self._config, self._run_name = config, run.name
+        self._driver, self._controller = driver, controller
         self._surveyed: dict[Generation, float] = {}
         self._events = EventLog(run.filesystem, run.path)
         self._ledger = Ledger(run.digest, config, self._events.add)
@@ -80,10 +72,11 @@ class Coordinator:
         self._announcer = Announcer()
         self._drain = Drain(self._ledger, self._announcer, self._events.add)
         self._stored = Stored(run)
+        self._chooser = Chooser(run, config, resume, self._ledger, self._stored, self._events.add)
+        self._ledger.before_freeing = self._look
         self._persister = None
         if persist is not None:
             self._persister = Persister(self._ledger, persist, run, self._stored, self._events.add)
-            self._ledger.before_freeing = self._persister.look
             self._drain.saved = self._persister.preempted
         self._opening, self._deciding = asyncio.Lock(), asyncio.Lock()
 
@@ -125,6 +118,14 @@ class Coordinator:
         """Process id of this coordinator."""
         return os.getpid()
 
+    async def who(self) -> Incumbent:
+        """Who trains this run, for a driver that wants to."""
+        return await incumbent(self._driver, self._controller)
+
+    def _look(self) -> frozenset[Generation]:
+        self._chooser.note()
+        return self._persister.look() if self._persister is not None else frozenset()
+
     def record(self, event: str, at: float, fields: dict[str, Any]) -> None:
         """Adds an event to the run's log."""
         self._events.add(event, at=at, **fields)
@@ -144,10 +145,9 @@ class Coordinator:
         ledger = self._ledger
         async with self._deciding, ledger.keeping():
             ledger.members = members
-            await self._stored.look_back(self._config.timeout_s)
+            await self._chooser.look()
             # Not one that is on storage again, if no store has lived on to tell of it.
-            latest = max((one.attempt for one in self._stored.known), default=0)
-            ledger.books = books_.attempts_known(ledger.books, latest)
+            ledger.books = books_.attempts_known(ledger.books, self._stored.latest_attempt)
             while True:
                 attempt = ledger.books.attempt + 1
                 await ledger.refresh(attempt)
@@ -156,21 +156,15 @@ class Coordinator:
                     break
             self._activities.clear()
             self._attendance = Attendance(len(members))
-            located = await ledger.choose(attempt)
-            in_memory = located.generation if located else None
-            stored = await self._stored.newest(in_memory, self._config.timeout_s)
+            chosen = await self._chooser.choose(attempt)
             handles = {member.rank: ledger.roster.of(member, ledger.secret, attempt) for member in members}
         self._drain.begin()
         await self._announcer.begin(attempt)
         ledger.spawn(ledger.form_group(attempt))
-        located, chosen = (None, stored.generation) if stored is not None else (located, in_memory)
         if self._persister is not None:
-            self._persister.begin_group(chosen, members)
-        step = chosen.step if chosen else None
-        bad = frozenset(self._stored.bad)
-        path, name = stored.path if stored else None, str(chosen) if chosen else None
-        self._events.add("decision", attempt=attempt, step=step, generation=name, path=path)
-        return Decision(attempt, members, handles, ledger.secret, located, self._drain.leaving(), stored, bad)
+            self._persister.begin_group(chosen.generation, members)
+        given = chosen.located, self._drain.leaving(), chosen.stored, chosen.ray_counts, chosen.needed
+        return Decision(attempt, members, handles, ledger.secret, *given)
 
     async def replace_store(self, rank: int, attempt: int) -> ActorHandle:
         """A rank found its store dead: the same one if it answers after all, else a new, empty one on the same node.
@@ -186,6 +180,7 @@ class Coordinator:
 
     async def preempted(self, ranks: tuple[int, ...], deadline_ms: int) -> None:
         """Ray Train says that these ranks' nodes will be taken away; `deadline_ms` since the epoch, or 0."""
+        self._chooser.preempted()
         await self._drain.preempted(ranks, deadline_ms)
 
     async def gone(self, ranks: tuple[int, ...]) -> None:
@@ -195,8 +190,13 @@ class Coordinator:
     async def failed(self) -> None:
         """The worker group has failed. What memory holds is worth a copy on storage now."""
         await self.open()
+        self._chooser.failed()
         if self._persister is not None:
             self._persister.failed()
+
+    def reported(self, path: str) -> None:
+        """Ray Train has registered a checkpoint that was reported."""
+        self._chooser.reported(path)
 
     async def settle(self) -> str:
         """Training has ended: what is due is written. Returns what could not be; "" if all is on storage."""
@@ -237,6 +237,7 @@ class Coordinator:
         if report.generation.attempt != self._books.attempt:
             return
         self._activities.note(report.rank, f"snapshotted step {report.generation.step}")
+        self._chooser.begun(report.generation)
         self._attendance, hopeless = attendance_.began(self._attendance, report)
         for generation, reason in hopeless.items():
             if generation not in self._books.abandoned:
@@ -345,6 +346,8 @@ class Coordinator:
                 "have to restore what get_checkpoint() returned, a handle of the same step, or the same path."
             )
         self._activities.note(rank, f"restored step {generation.step}")
+        if number == 1:
+            self._chooser.confirmed()
         self.let_go(rank, attempt)
 
     async def suspect(self, store: str, generation: Generation, attempt: int, said: str) -> None:

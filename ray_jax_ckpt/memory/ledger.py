@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ray_jax_ckpt.memory.wire import is_encrypted
 from ray_jax_ckpt.model import books as books_
 from ray_jax_ckpt.model import pushes
 from ray_jax_ckpt.model.books import Books, Held, Statement, Status
+from ray_jax_ckpt.model.choice import passed_over
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
@@ -46,6 +47,7 @@ class Ledger:
         members: The current worker group.
         unheard: Stores that live and have not answered this coordinator yet.
         pulse: Notices which stores live.
+        first_attempt: Of the run as it was started anew; nothing of earlier ones is restored.
         before_freeing: Called when it is time to look for free buffers; returns generations that are not to be freed.
     """
 
@@ -53,6 +55,7 @@ class Ledger:
         self.books = Books(copies=config.copies, reject_differing=config.on_replica_mismatch == "reject")
         self.roster = Roster(run, config)
         self.members: tuple[Member, ...] = ()
+        self.first_attempt = 0
         self.secret = ""
         self.changed = Bell()
         self._standing: tuple[Books | None, Mapping[Generation, Status]] = (None, {})
@@ -142,7 +145,7 @@ class Ledger:
         """
         known = [group for group in groups if group is not None and group.attempt == self.books.attempt]
         if self._restarted and not self.members and known:
-            self.members = known[0].members
+            self.members, self.first_attempt = known[0].members, known[0].first_attempt
             names = [self.roster.name(member) for member in self.members]
             self.books = books_.group_learned(self.books, known[0].attempt, names, known[0].choice)
             self.spawn(self.form_group(known[0].attempt))
@@ -288,7 +291,8 @@ class Ledger:
             ranks = {self.roster.name(member): member.rank for member in self.members}
             addresses = {ranks[name]: inventory.address for name, inventory in answers.items()}
             choice = self.books.decided[1] if self.books.decided else None
-            group = Group(attempt, addresses, store_settings(self._config), self.members, choice)
+            settings = store_settings(self._config)
+            group = Group(attempt, addresses, settings, self.members, choice, self.first_attempt)
             handles = self.roster.among(answers)
             others = {name: handle for name, handle in self.roster.handles.items() if name not in ranks}
             for handle in others.values():
@@ -423,13 +427,16 @@ class Ledger:
         entry = self.books.entries.get(generation)
         return assemble_view(generation, answers.values(), {} if entry is None else entry.differing())
 
-    async def choose(self, attempt: int) -> Located | None:
+    async def choose(self, attempt: int, avoided: Collection[Generation] = ()) -> Located | None:
         """Walks back, newest first, to a generation whose every part some store holds intact.
+
+        Those that are `avoided` only where there is no other one.
 
         Raises:
             RestoreError: One was found, and its stores stopped answering.
         """
         faults.reach("decide", next((generation.step for generation in self.books.complete()), -1))
+        self.books = passed_over(self.books, self.first_attempt, avoided)
         while (choice := books_.attempt_started(self.books, attempt)[1]) is not None and self._config.verify:
             await self.verify(choice, self.roster.among(self.books.domains))
             if choice in self.books.complete():

@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 from ray_jax_ckpt.config import TlsConfig
 from ray_jax_ckpt.memory.arena import SegmentHandle
 from ray_jax_ckpt.model.books import Held, Statement
+from ray_jax_ckpt.model.choice import Tier
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease, Phase, Slot
 
@@ -137,17 +138,21 @@ class Survey:
 
 @dataclass(frozen=True)
 class StoredPlace:
-    """A checkpoint of this run on storage.
+    """A checkpoint on storage.
 
     Attributes:
-        generation: Of what.
+        generation: Of what. One that is none of this run's counts as of attempt 0, older than all others.
         path: Of its directory.
         filesystem: That this is on.
+        tier: How it came there.
+        created_at_s: Unix time; 0: not known.
     """
 
     generation: Generation
     path: str
     filesystem: pyarrow.fs.FileSystem
+    tier: Tier = Tier.STORAGE
+    created_at_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,8 @@ class Decision:
         located: What is restored from memory; None if it holds nothing complete, or storage something newer.
         leaving: Ranks on nodes that drain already: they get no copies.
         stored: What is restored from storage; None if that has nothing newer than memory.
-        bad: Paths on storage that an earlier attempt of this driver could not restore.
+        ray_counts: Whether what Ray gives counts where there is nothing else, or nothing but what the user named.
+        needed: What was looked for, if there has to be something to restore; "" if there need not be.
     """
 
     attempt: int
@@ -172,7 +178,8 @@ class Decision:
     located: Located | None
     leaving: frozenset[int] = frozenset()
     stored: StoredPlace | None = None
-    bad: frozenset[str] = frozenset()
+    ray_counts: bool = True
+    needed: str = ""
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,7 @@ class Group:
         settings: How it works from now on.
         members: The ranks. Kept for a coordinator that is killed and started again in mid-attempt.
         choice: What the attempt restored.
+        first_attempt: Of the run as it was started anew; what is of earlier ones does not count.
     """
 
     attempt: int
@@ -236,6 +244,7 @@ class Group:
     settings: StoreSettings = field(default_factory=StoreSettings)
     members: tuple[Member, ...] = ()
     choice: Generation | None = None
+    first_attempt: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import pyarrow.fs
 
 from ray_jax_ckpt.errors import CheckpointError, NoCheckpointError, RestoreError, RestoreTimeoutError, StorageError
 from ray_jax_ckpt.memory.messages import RunIdentity, StoredPlace
+from ray_jax_ckpt.memory.reports import Reports
+from ray_jax_ckpt.model.choice import Tier, rank
 from ray_jax_ckpt.model.persistence import Persisted
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.storage.reader import lacking, read_manifest
@@ -38,7 +41,8 @@ class Stored:
     """For use in one event loop. Storage is only ever waited for by those who say how long.
 
     Attributes:
-        known: By generation.
+        known: By generation; what the stores wrote.
+        reports: What was reported through Ray.
         bad: Paths that somebody could not restore: not offered again.
         unfinished: Directories that earlier drivers have left and that are no checkpoints.
     """
@@ -47,7 +51,9 @@ class Stored:
         self._run = run
         self._looking: asyncio.Task[None] | None = None
         self._problem = "it has not been listed yet"
+        self._first_attempt = self._latest_aside = 0
         self.known: dict[Generation, Persisted] = {}
+        self.reports = Reports(run)
         self.bad: set[str] = set()
         self.unfinished: set[str] = set()
 
@@ -55,11 +61,26 @@ class Stored:
         """Directory for a try to write a generation's checkpoint."""
         return checkpoint_path(self._run.path, generation)
 
+    @property
+    def latest_attempt(self) -> int:
+        """The highest that left something; 0 if none did."""
+        attempts = (one.attempt for one in (*self.known, *self.reports.found))
+        return max([self._latest_aside, *attempts])
+
+    def set_aside(self, first_attempt: int) -> None:
+        """What is of attempts before this one is not offered, nor counted, nor removed: it stays where it is."""
+        self._latest_aside = max(self._latest_aside, self.latest_attempt)
+        self._first_attempt = first_attempt
+        self.known = {generation: one for generation, one in self.known.items() if self._counts(generation)}
+
+    def _counts(self, generation: Generation) -> bool:
+        return generation.attempt >= self._first_attempt
+
     def suspect(self, path: str, said: str) -> None:
         """Somebody could not restore what lies there: it is not offered again."""
         self.bad.add(path)
+        logger.warning("The checkpoint %s could not be restored and is passed over from now on: %s", path, said)
         for generation in [one.generation for one in self.known.values() if one.path == path]:
-            logger.warning("The checkpoint %s could not be restored and is passed over from now on: %s", path, said)
             del self.known[generation]
 
     async def look_back(self, timeout_s: float) -> None:
@@ -84,13 +105,21 @@ class Stored:
             logger.warning("The run's checkpoints on storage could not be listed: %s", self._problem)
             return
         self._problem = "; ".join(f"{path}: {why}" for path, why in listing.unread.items())
-        self.known = {one.generation: one for one in listing.found if one.path not in self.bad} | self.known
+        found = {one.generation: one for one in listing.found if one.path not in self.bad}
+        self.known = {generation: one for generation, one in found.items() if self._counts(generation)} | self.known
         self.unfinished = listing.unfinished
 
-    async def newest(self, newer_than: Generation | None, timeout_s: float) -> StoredPlace | None:
-        """The newest checkpoint that is whole, as far as a listing tells, and newer than what memory has.
+    async def newest(
+        self, in_memory: Generation | None, timeout_s: float, avoided: Collection[Generation] = ()
+    ) -> StoredPlace | None:
+        """The newest checkpoint that is whole, as far as a listing tells, and better than what memory has.
 
         Digests are compared while it is read; see `suspect`. Waits for storage at most `timeout_s` for each.
+
+        Args:
+            in_memory: What memory has.
+            timeout_s: For each.
+            avoided: These count less than all others, however new they are.
 
         Raises:
             RestoreError: There is nothing to restore, in memory or on storage, as far as this could be read; but there
@@ -99,28 +128,37 @@ class Stored:
         filesystem = self._run.filesystem
         if filesystem is None:
             return None
-        unread = self._problem
-        for generation in sorted(self.known, reverse=True):
-            if newer_than is not None and generation <= newer_than:
+        unread = "; ".join(filter(None, [self._problem, self.reports.problem]))
+        for generation, tier, path in self._offers(avoided):
+            if in_memory is not None and rank(generation, avoided) <= rank(in_memory, avoided):
                 break
-            path = self.known[generation].path
+            look = asyncio.to_thread(_look_at, filesystem, path)
             try:
-                problem = await asyncio.wait_for(asyncio.to_thread(_problem_of, filesystem, path), timeout_s)
+                problem, created_at_s = await asyncio.wait_for(look, timeout_s)
             except (TimeoutError, StorageError, RestoreTimeoutError) as error:
                 # It may be whole: not for good.
                 unread = f"{path}: {error or f'storage did not show it within {timeout_s:g} s'}"
                 logger.warning("The checkpoint %s is passed over this time, since it cannot be read: %s", path, error)
                 continue
             if not problem:
-                return StoredPlace(generation, path, filesystem)
-            self.suspect(path, problem)
-        if newer_than is None and unread:
+                return StoredPlace(generation, path, filesystem, tier, created_at_s)
+            # What Ray copies may be whole the next time.
+            if tier is Tier.STORAGE:
+                self.suspect(path, problem)
+        if in_memory is None and unread:
             raise RestoreError(
                 f"What this run has on storage cannot be read ({unread:.1000}), and memory holds nothing. Failing this "
                 "attempt instead of starting from the beginning. If there is nothing to go on from, use another name= "
                 "for the run, or remove what cannot be read."
             )
         return None
+
+    def _offers(self, avoided: Collection[Generation]) -> list[tuple[Generation, Tier, str]]:
+        """What there is to restore, best first. Of the same generation what the stores wrote comes first."""
+        ours = [(generation, Tier.STORAGE, one.path) for generation, one in self.known.items()]
+        reported = [(generation, Tier.RAY, path) for generation, path in self.reports.found.items()]
+        counting = [one for one in reported if self._counts(one[0]) and one[2] not in self.bad]
+        return sorted([*ours, *counting], key=lambda one: (rank(one[0], avoided), one[1] is Tier.STORAGE), reverse=True)
 
 
 def _listed(filesystem: pyarrow.fs.FileSystem, run_path: str) -> _Listing:
@@ -142,12 +180,17 @@ def _listed(filesystem: pyarrow.fs.FileSystem, run_path: str) -> _Listing:
     return listing
 
 
-def _problem_of(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
-    """Why a checkpoint cannot be restored; "" if it seems to be whole. Raises StorageError, RestoreTimeoutError."""
+def _look_at(filesystem: pyarrow.fs.FileSystem, path: str) -> tuple[str, float]:
+    """Why a checkpoint cannot be restored, "" if it seems to be whole; and when it was made.
+
+    Raises StorageError, RestoreTimeoutError.
+    """
     try:
-        missing = lacking(filesystem, path, read_manifest(filesystem, path))
+        manifest = read_manifest(filesystem, path)
+        missing = lacking(filesystem, path, manifest)
     except (StorageError, RestoreTimeoutError):
         raise
     except CheckpointError as error:
-        return str(error)
-    return f"{len(missing)} of its files are not as they were written: {', '.join(missing[:3])}" if missing else ""
+        return str(error), 0.0
+    problem = f"{len(missing)} of its files are not as they were written: {', '.join(missing[:3])}"
+    return problem if missing else "", manifest.created_at_s

@@ -9,10 +9,10 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from ray_jax_ckpt import _ray_compat
 from ray_jax_ckpt.errors import SnapshotLostError
-from ray_jax_ckpt.manager import run_identity
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.memory.arena import open_segment
 from ray_jax_ckpt.memory.messages import Place, Probe
+from ray_jax_ckpt.run_identity import run_identity
 
 ANSWER_TIMEOUT_S = 30.0
 

@@ -10,7 +10,6 @@ import fsspec
 import pyarrow.fs
 import pytest
 
-import ray_jax_ckpt as rjc
 from ray_jax_ckpt import manager
 from ray_jax_ckpt.memory.fleet import run_digest
 from ray_jax_ckpt.observe.events import EventLog
@@ -96,15 +95,9 @@ def test_events_are_written_whatever_the_path_looks_like(place, name):
     assert '"step": 3' in Path(place, name, "ray_jax_ckpt", "events.jsonl").read_text()
 
 
-def test_a_relative_storage_path_is_warned_of(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        manager,
-        "start_coordinator",
-        lambda *_, **__: types.SimpleNamespace(open=types.SimpleNamespace(remote=lambda: 0)),
-    )
-    monkeypatch.setattr(manager.ray, "get_runtime_context", lambda: types.SimpleNamespace(get_node_id=lambda: "node"))
+def test_a_relative_storage_path_is_warned_of():
     storage = types.SimpleNamespace(storage_filesystem=LOCAL, experiment_fs_path="runs/a")
     failures = types.SimpleNamespace(max_failures=1)
     config = types.SimpleNamespace(storage_context=storage, failure_config=failures)
     with pytest.warns(RuntimeWarning, match=r"'runs/a' is relative.*absolute storage_path"):
-        rjc.CheckpointManager().after_controller_start(types.SimpleNamespace(run_config=config))
+        manager.warn_of_settings(types.SimpleNamespace(run_config=config), LOCAL, "runs/a")

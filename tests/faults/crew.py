@@ -20,8 +20,8 @@ from support import eventually
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import CheckpointError
 from ray_jax_ckpt.memory import fleet
-from ray_jax_ckpt.memory.coordinator import start_coordinator
 from ray_jax_ckpt.memory.messages import Decision, Member, RunIdentity
+from ray_jax_ckpt.memory.starting import start_coordinator
 from ray_jax_ckpt.model.books import Status
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Phase, Slot

@@ -14,9 +14,9 @@ from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.digest import copy_and_digest
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.memory.arena import open_segment
-from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
-from ray_jax_ckpt.memory.messages import Decision, Grant, Located, Member
+from ray_jax_ckpt.memory.messages import Decision, Grant, Located, Member, RunIdentity
 from ray_jax_ckpt.memory.reader import Reader
+from ray_jax_ckpt.memory.starting import start_coordinator
 from ray_jax_ckpt.memory.store import writer_identity
 from ray_jax_ckpt.model.index import Index, Layout, lay_out
 from ray_jax_ckpt.model.placement import partners

@@ -18,7 +18,8 @@ from ray_jax_ckpt.config import TlsConfig
 from ray_jax_ckpt.digest import copy_and_digest
 from ray_jax_ckpt.errors import SnapshotError
 from ray_jax_ckpt.memory.arena import open_segment
-from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
+from ray_jax_ckpt.memory.messages import RunIdentity
+from ray_jax_ckpt.memory.starting import start_coordinator
 from ray_jax_ckpt.model.index import Index, Layout, lay_out
 
 PARTS = {"s0>1", "s1>0", "h0", "h1"}

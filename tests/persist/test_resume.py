@@ -10,10 +10,9 @@ import ray.train
 from support import eventually
 
 import ray_jax_ckpt as rjc
-from ray_jax_ckpt import session
+from ray_jax_ckpt import handover, session
 from ray_jax_ckpt.errors import IntegrityError
 from ray_jax_ckpt.memory import fleet
-from ray_jax_ckpt.persisting import newer_on_storage
 from ray_jax_ckpt.testing import assert_identical
 
 
@@ -92,34 +91,17 @@ def test_one_that_lacks_a_file_is_passed_over_and_a_damaged_one_fails_an_attempt
         assert_identical(restored.state, state_of(10))
 
 
-def test_of_ours_and_rays_the_newer_one_counts(run_of, tmp_path):
-    run = run_of(every_n_steps=10)
-    persisted(run, 10)
-    place = decided(run).stored
-    assert place is None
-    lose_memory(run)
-    run.begin(copies=2)
-    place = decided(run).stored
-    run.take_at(11, state_of(11))
-    handle = run.all_ranks(lambda rank: rjc.snapshot(12, state_of(12), force=True))[0]
-    reported = ray.train.Checkpoint.from_directory(handle.to_directory(tmp_path / "reported"))
-    assert newer_on_storage(place, reported) is reported
-    (tmp_path / "foreign").mkdir()
-    for older in (None, ray.train.Checkpoint.from_directory(tmp_path / "foreign")):
-        assert newer_on_storage(place, older).path == place.path
-
-
 def test_the_start_hook_hands_it_over(run_of, monkeypatch):
     run, given = run_of(every_n_steps=10), []
     persisted(run, 10)
-    monkeypatch.setattr(session, "_reported", [None])
-    monkeypatch.setattr(session._ray_compat, "world_rank", lambda: 0)
-    monkeypatch.setattr(session._ray_compat, "set_checkpoint", given.append)
+    monkeypatch.setattr(handover._ray_compat, "world_rank", lambda: 0)
+    monkeypatch.setattr(handover._ray_compat, "set_checkpoint", given.append)
     for name in ("located", "stored"):
         if name == "stored":
             lose_memory(run)
         run.begin(copies=2)
+        monkeypatch.setattr(handover, "_reported", [None])
         monkeypatch.setattr(session, "_current", session.Wiring(run.coordinator, run.sessions[0].config))
-        session.decide(decided(run))
+        handover.decide(decided(run))
         assert isinstance(given[-1], ray.train.Checkpoint)
         assert (given[-1].path == run.path_of(10)) == (name == "stored")

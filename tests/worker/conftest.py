@@ -16,8 +16,8 @@ from support import local_cluster, new_run
 from ray_jax_ckpt import session
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.memory import fleet
-from ray_jax_ckpt.memory.coordinator import RunIdentity, start_coordinator
-from ray_jax_ckpt.memory.messages import Member
+from ray_jax_ckpt.memory.messages import Member, RunIdentity
+from ray_jax_ckpt.memory.starting import start_coordinator
 
 
 @pytest.fixture(scope="module")

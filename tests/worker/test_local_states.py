@@ -22,8 +22,8 @@ from ray_jax_ckpt.checkpoint import SnapshotCheckpoint
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import DataStateError, TreeMismatchError
 from ray_jax_ckpt.memory import fleet
-from ray_jax_ckpt.memory.coordinator import start_coordinator
 from ray_jax_ckpt.memory.messages import Member, RunIdentity
+from ray_jax_ckpt.memory.starting import start_coordinator
 from ray_jax_ckpt.scratch import make_scratch
 
 TIMEOUT_S = 60

@@ -11,10 +11,10 @@ import pytest
 import ray.train
 
 import ray_jax_ckpt as rjc
-from ray_jax_ckpt import _ray_compat, session
+from ray_jax_ckpt import _ray_compat, handover, session
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint
 from ray_jax_ckpt.errors import ConfigError, NoSessionError, NotSupportedError, RestoreError
-from ray_jax_ckpt.manager import warn_of_few_domains
+from ray_jax_ckpt.membership import warn_of_few_domains
 from ray_jax_ckpt.memory.messages import Member
 from ray_jax_ckpt.model.shards import Generation
 
@@ -73,24 +73,24 @@ def context(monkeypatch):
     monkeypatch.setattr(_ray_compat, "set_checkpoint", replace)
     monkeypatch.setattr(_ray_compat, "world_rank", lambda: 0)
     monkeypatch.setattr(session, "_current", None)
-    monkeypatch.setattr(session, "_reported", [])
+    monkeypatch.setattr(handover, "_reported", [])
     return found
 
 
 def decision(located):
     member = types.SimpleNamespace(node_id="here", domain="here", rank=0)
     group = {"attempt": 2, "members": (member,), "stores": {0: None}, "leaving": frozenset()}
-    return types.SimpleNamespace(**group, secret="", located=located, stored=None)
+    return types.SimpleNamespace(**group, secret="", located=located, stored=None, ray_counts=True, needed="")
 
 
 @pytest.mark.parametrize("located", [None, types.SimpleNamespace(generation=GENERATION)], ids=["nothing", "something"])
 def test_a_worker_is_armed_until_the_decision_comes(context, located):
     wiring = session.Wiring(types.SimpleNamespace(), rjc.SnapshotConfig())
-    session.arm(wiring)
+    handover.arm(wiring)
     assert isinstance(context.checkpoint, UndecidedCheckpoint)
     with pytest.raises(NoSessionError, match="not arrived"):
         session.current()
-    session.decide(decision(located))
+    handover.decide(decision(located))
     assert session.current().decision.attempt == 2
     if located is None:
         assert context.checkpoint == "what Ray has"
@@ -100,7 +100,7 @@ def test_a_worker_is_armed_until_the_decision_comes(context, located):
 
 def test_a_decision_needs_an_armed_worker(context):
     with pytest.raises(NoSessionError, match="armed"):
-        session.decide(decision(None))
+        handover.decide(decision(None))
 
 
 # --- the manager
