@@ -77,10 +77,11 @@ class Chooser:
             self._begun = {one: self._begun[one] for one in kept} | {generation: time.time()}
 
     def note(self) -> None:
-        """Something may have become complete."""
-        newest = self._ledger.books.newest()
-        trial = self._trial()
-        if trial is not None and newest is not None and (trial.newest is None or newest > trial.newest):
+        """Something may have become complete. What earlier attempts have left says nothing of this one."""
+        newest, trial = self._ledger.books.newest(), self._trial()
+        if trial is None or newest is None or newest.attempt != trial.attempt:
+            return
+        if trial.newest is None or newest > trial.newest:
             self._keep(replace(trial, newest=newest))
 
     def confirmed(self) -> None:

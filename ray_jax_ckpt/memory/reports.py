@@ -88,7 +88,7 @@ def _look(
     look = _Look()
     for path in [*sorted(extra.intersection(paths)), *paths[:MAX_LOOKED_AT]]:
         try:
-            look.manifests[path] = known.get(path) or read_manifest(filesystem, path, deadline).generation
+            look.manifests[path] = known.get(path) or read_manifest(filesystem, path, deadline.again()).generation
         except NoCheckpointError:
             logger.debug("%s is none of this package's, or still being copied.", path)
         except (StorageError, RestoreTimeoutError) as error:

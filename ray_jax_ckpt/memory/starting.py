@@ -34,14 +34,13 @@ def start_coordinator(
 
     With a `driver` it has the run's name (see `claim`); raises ValueError if another one has it.
     """
-    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    named = {} if driver is None else {"name": coordinator_name(run.digest), "namespace": NAMESPACE}
     actor: Any = ray.remote(Coordinator).options(
         num_cpus=0,
-        scheduling_strategy=here,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         max_concurrency=MAX_CONCURRENT_CALLS,
         max_restarts=-1,
         max_task_retries=MAX_TASK_RETRIES,
+        **named,
     )
-    if driver is not None:
-        actor = actor.options(name=coordinator_name(run.digest), namespace=NAMESPACE)
     return actor.remote(run, config, persist, resume, driver, this_controller())

@@ -169,7 +169,7 @@ def _listed(filesystem: pyarrow.fs.FileSystem, run_path: str) -> _Listing:
             listing.unfinished |= ours
             continue
         try:
-            manifest = read_manifest(filesystem, path, deadline)
+            manifest = read_manifest(filesystem, path, deadline.again())
             listing.found.append(Persisted(manifest.generation, manifest.metrics.get(0, {}), path))
         except NoCheckpointError:
             listing.unfinished |= ours

@@ -40,6 +40,10 @@ class Deadline:
         """So many seconds from now."""
         return cls(timeout_s, time.monotonic() + timeout_s)
 
+    def again(self) -> Deadline:
+        """The same moment for other work, which goes on when this has failed."""
+        return Deadline(self.timeout_s, self.at_s)
+
     @property
     def left_s(self) -> float:
         """Seconds until then, at least 0."""
