@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -17,6 +15,7 @@ from ray.exceptions import RayError
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import RestoreError
 from ray_jax_ckpt.memory import damage
+from ray_jax_ckpt.memory.asked import Asked
 from ray_jax_ckpt.memory.barrier import Bell
 from ray_jax_ckpt.memory.fleet import was_restarted
 from ray_jax_ckpt.memory.messages import Group, Inventory, Located, Member, assemble_view
@@ -69,7 +68,7 @@ class Ledger:
         self._verifying = SharedWork()
         self.unheard: set[str] = set()
         self._restarted = was_restarted()
-        self._asked: dict[tuple[Generation, str, str, str | None, str], float] = {}
+        self._asked = Asked()
         self._tasks: set[asyncio.Task[Any]] = set()
         # Nor is anything freed before a driver's first decision: it may only look, and what stores say they hold has
         # not been verified for it. A coordinator that was killed in mid-attempt goes on as before.
@@ -328,24 +327,14 @@ class Ledger:
 
     def restore_copies(self) -> None:
         """Has the newest complete generation copied to as many domains as there should be."""
-        self._copy(replace(copies, parts=self._not_asked(copies)) for copies in pushes.copies_due(self.books))
+        due = pushes.copies_due(self.books)
+        self._copy(self._asked.new(copies, self.books, self._config.timeout_s) for copies in due)
 
     def _copy(self, due: Iterable[pushes.Copies]) -> None:
         for copies in due:
             handle, address = self.roster.handles.get(copies.source), self.roster.addresses.get(copies.target)
             if handle is not None and address is not None and copies.parts:
                 handle.push.remote(copies.generation, copies.parts, copies.target, address)
-
-    def _not_asked(self, copies: pushes.Copies) -> tuple[str, ...]:
-        """The parts whose copying has not been asked for lately: a large one under way must not be sent twice."""
-        now, target = time.monotonic(), (copies.target, self.books.incarnations.get(copies.target))
-        recent = {
-            k: at for k, at in self._asked.items() if now - at < self._config.timeout_s and k[0] in self.books.entries
-        }
-        keys = {part: (copies.generation, copies.source, *target, part) for part in copies.parts}
-        parts = tuple(part for part, key in keys.items() if key not in recent)
-        self._asked = recent | {keys[part]: now for part in parts}
-        return parts
 
     @contextlib.asynccontextmanager
     async def keeping(self) -> AsyncIterator[None]:

@@ -53,7 +53,9 @@ def test_a_second_driver_is_refused_while_the_first_lives_and_takes_over_when_it
     crew.begin()
     crew.protect(10)
     first, second = crew.controller, new_controller()
-    said = r"is being trained already, by process 4711 on far-away \(Ray job \w+\), since 2025-06-15 15:06:40 UTC.*name="
+    said = (
+        r"is being trained already, by process 4711 on far-away \(Ray job \w+\), since 2025-06-15 15:06:40 UTC.*name="
+    )
     with pytest.raises(RunInUseError, match=said):
         ray.get(second.claim.remote(run), timeout=60)
     # That has changed nothing.

@@ -69,7 +69,7 @@ def test_a_reported_checkpoint_that_is_newer_than_all_others_counts_for_every_ra
     place = decided(run).stored
     assert (place.generation.step, place.tier, place.path) == (12, Tier.RAY, str(reported))
     assert restore_all(run) == {12}
-    (event,) = [event for event in eventually(lambda: run.events("decision")[1:])]
+    (event,) = eventually(lambda: run.events("decision")[1:])
     assert (event["step"], event["tier"], event["path"]) == (12, "ray", str(reported))
     assert 0 < event["age_s"] < 600
     # Not whole (yet): the stores' own is the newest.
