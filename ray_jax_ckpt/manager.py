@@ -173,11 +173,10 @@ class CheckpointManager(_Callback):
 
     def _finish(self, keep: bool) -> None:
         """Ends the coordinator too: the controller's process, its owner, lives on until the driver lets go of it."""
-        self._record("hooks", hooks=self.times.summary())
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
             try:
-                ray.get(coordinator.finish.remote(keep=keep), timeout=FINISH_TIMEOUT_S)
+                ray.get(coordinator.finish.remote(keep=keep, hooks=self.times.summary()), timeout=FINISH_TIMEOUT_S)
             finally:
                 ray.kill(coordinator)
 

@@ -104,8 +104,10 @@ class Coordinator:
             self._ledger.spawn(self._drain.watch())
             self._ledger.spawn(self._stored.look_back(self._config.timeout_s))
 
-    async def finish(self, keep: bool) -> None:
+    async def finish(self, keep: bool, hooks: dict[str, Any] | None = None) -> None:
         """The run is over. Stores end now, or (`keep`) when nobody has taken them over for their orphan timeout."""
+        if hooks is not None:
+            self._events.add("hooks", hooks=hooks)
         await self.open()
         self._ledger.stop()
         if not keep:
