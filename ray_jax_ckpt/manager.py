@@ -186,8 +186,8 @@ class CheckpointManager(_Callback):
     def after_report(self, training_report: Any, metrics: Any) -> None:
         """Tells the coordinator where what was reported lies."""
         checkpoint = training_report.checkpoint
-        if self._coordinator is not None and checkpoint is not None:
-            self._coordinator.reported.remote(checkpoint.path)
+        if checkpoint is not None:
+            self._record("reported", path=checkpoint.path)
 
     # Worker groups.
 

@@ -134,6 +134,8 @@ class Coordinator:
         if event == "restore_begin":
             what = fields.get("path") or f"step {fields['step']}"
             self._activities.note(fields["rank"], f"began to restore {what}")
+        elif event == "reported":
+            self._chooser.reported(fields["path"])
 
     # A worker group starts.
 
@@ -195,10 +197,6 @@ class Coordinator:
         self._chooser.failed()
         if self._persister is not None:
             self._persister.failed()
-
-    def reported(self, path: str) -> None:
-        """Ray Train has registered a checkpoint that was reported."""
-        self._chooser.reported(path)
 
     async def settle(self) -> str:
         """Training has ended: what is due is written. Returns what could not be; "" if all is on storage."""
