@@ -136,7 +136,9 @@ def test_a_run_that_is_told_nothing_of_stays_calm(caplog):
 
 def test_fewer_failure_domains_than_copies_are_said_plainly():
     members = [Member(rank, "node", "127.0.0.1", rank, "node") for rank in range(2)]
-    with pytest.warns(RuntimeWarning, match=r"copies=2, but all 2 workers are in 1 failure domain.*worker processes"):
+    with pytest.warns(
+        RuntimeWarning, match=r"copies=2, but the workers, 2 in all, are in 1 failure domain, .*worker processes"
+    ):
         warn_of_few_domains(members, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
