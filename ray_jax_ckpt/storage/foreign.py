@@ -140,13 +140,13 @@ class Foreign:
         self.step = step
         self.metrics: Mapping[int, Mapping[str, Any]] = {}
         deadline = Deadline.after(timeout_s)
+        is_local = isinstance(filesystem, pafs.LocalFileSystem)
+        if is_local:
+            _check_links(path)
         tree = _json(filesystem, join(path, TREE), deadline)
         custom = tree.get("custom_metadata")
         if isinstance(custom, dict) and FOLDER in custom:
             raise unfinished(self._where, loadable=True)
-        is_local = isinstance(filesystem, pafs.LocalFileSystem)
-        if is_local:
-            _check_links(path)
         files = PlainFiles(filesystem, path, timeout_s)
         is_database = tree.get("use_ocdbt")
         if is_database is None:

@@ -13,12 +13,13 @@ import secrets
 import threading
 import urllib.parse
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import pyarrow.fs as pafs
 
 from ray_jax_ckpt.errors import CheckpointError
+from ray_jax_ckpt.storage.described import check, check_size, is_description
 from ray_jax_ckpt.storage.filesystem import describe, join, reading
 from ray_jax_ckpt.storage.manifest import FileRecord
 from ray_jax_ckpt.storage.segments import PIECE_BYTES, Segment, read_block
@@ -179,13 +180,20 @@ class FileServer:
                     return
                 found = _RANGE.fullmatch(self.headers.get("Range", ""))
                 start, stop = (int(found[1]), min(int(found[2]) + 1, size)) if found else (0, size)
+                pieces: Iterable[Any] = files.pieces(name.removeprefix(prefix), start, stop)
+                if is_description(name):
+                    # Also of a part: tensorstore asks for all of it.
+                    check_size(size, name.removeprefix(prefix))
+                    pieces = [b"".join(pieces)]
+                    if (start, stop) == (0, size):
+                        check(pieces[0], name.removeprefix(prefix))
                 self.send_response(206 if found else 200)
                 if found:
                     self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
                 self.send_header("Content-Length", str(max(0, stop - start)))
                 self.send_header("ETag", '"1"')
                 self.end_headers()
-                for piece in files.pieces(name.removeprefix(prefix), start, stop):
+                for piece in pieces:
                     self.wfile.write(piece)
 
         return Handler

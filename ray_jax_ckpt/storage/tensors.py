@@ -15,6 +15,7 @@ import tensorstore as ts
 
 from ray_jax_ckpt.errors import CheckpointError, IntegrityError, NotSupportedError, StorageError
 from ray_jax_ckpt.model.shards import Box, extent
+from ray_jax_ckpt.storage.described import DATABASE, NAMES, check, check_file
 from ray_jax_ckpt.storage.filesystem import describe
 from ray_jax_ckpt.storage.loopback import Files, FileServer
 from ray_jax_ckpt.storage.segments import PIECE_BYTES, Share
@@ -90,6 +91,7 @@ class Tensors:
         missing = [name for name in dict.fromkeys(names) if name not in self._arrays]
         for first in range(0, len(missing), _BATCH):
             batch = missing[first : first + _BATCH]
+            self._check_described(batch, deadline)
             futures = [ts.open(self._spec(name), open=True, read=True, context=self._context) for name in batch]
             for name, future in zip(batch, futures, strict=True):
                 array = self._result(future, f"array {name!r}", deadline)
@@ -129,8 +131,21 @@ class Tensors:
         if not dtype.isnative:
             view[...] = found
 
-    def _spec(self, name: str) -> dict[str, Any]:
-        prefix = f"{name}/" if name else ""
+    def _check_described(self, names: Sequence[str], deadline: Deadline) -> None:
+        """Of what is served the server looks at the files."""
+        described = [f"{name}/{NAMES[self._driver]}" if name else NAMES[self._driver] for name in names]
+        if self._server is None:
+            for name in [DATABASE] if self._is_database else described:
+                check_file(f"{self._path}/{name}")
+        if self._is_database:
+            database = self._result(ts.KvStore.open(self._below(""), context=self._context), "the database", deadline)
+            for name, future in [(name, database.read(name)) for name in described]:
+                raw = self._result(future, f"{name!r}", deadline).value
+                if raw:
+                    check(raw, f"{self._where}/{name}")
+
+    def _below(self, prefix: str) -> dict[str, Any]:
+        """The kvstore of what is below a prefix, in the directory or its database."""
         if self._server is None:
             root: dict[str, Any] = {"driver": "file", "path": f"{self._path}/"}
             below = {"driver": "file", "path": f"{self._path}/{prefix}"}
@@ -138,6 +153,10 @@ class Tensors:
             root, below = self._server.spec(""), self._server.spec(prefix)
         if self._is_database:
             below = {"driver": "ocdbt", "base": root, "path": prefix, "cache_pool": "cache_pool#index"}
+        return below
+
+    def _spec(self, name: str) -> dict[str, Any]:
+        below = self._below(f"{name}/" if name else "")
         return {"driver": self._driver, "kvstore": below, "fill_missing_data_reads": not self._complete}
 
     def _result(self, future: Any, what: str, deadline: Deadline) -> Any:

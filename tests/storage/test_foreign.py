@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import threading
+import zlib
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
 import pyarrow.fs as pafs
 import pytest
+import tensorstore as ts
 from filesystems import ObjectStore
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -278,3 +282,94 @@ def test_an_unfinished_write_of_orbax_is_none(copy, tmp_path):
         load(unfinished)
     with pytest.raises(NoCheckpointError):
         load(tmp_path)
+
+
+DEEP = "[" * 1_000_000 + "]" * 1_000_000
+
+
+def deepen(text: str, name: str) -> str:
+    tree = json.loads(text)
+    tree[name] = "here"
+    return json.dumps(tree).replace('"here"', DEEP)
+
+
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize(
+    ("form", "file", "name"), [("zarr2", "half/.zarray", "x"), ("zarr3", "half/zarr.json", "codecs")]
+)
+def test_a_description_of_an_array_that_is_nested_deeply_is_refused(copy, form, file, name, served):
+    # Else tensorstore ends the process.
+    root = copy(form)
+    (root / file).write_text(deepen((root / file).read_text(), name))
+    with pytest.raises(IntegrityError, match="damaged: RecursionError"):
+        load_from(root, served)
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_an_entry_of_a_database_that_is_nested_deeply_is_refused(copy, served):
+    root = copy("ocdbt")
+    kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
+    database = ts.KvStore.open(kvstore).result()
+    (key,) = [key for key in database.list().result() if key.startswith(b"half/") and b"zarr" in key]
+    database.write(key, deepen(database.read(key).result().value.decode(), "x").encode()).result()
+    with pytest.raises(IntegrityError, match="damaged: RecursionError"):
+        load_from(root, served)
+
+
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize(
+    ("form", "file"), [("zarr2", "half/.zarray"), ("zarr3", "half/zarr.json"), ("ocdbt", "manifest.ocdbt")]
+)
+def test_a_description_of_any_size_is_not_read(copy, form, file, served, monkeypatch):
+    monkeypatch.setattr("ray_jax_ckpt.storage.described.MAX_BYTES", 20_000)
+    root = copy(form)
+    with (root / file).open("r+b") as stream:
+        stream.truncate(20_001)
+    with pytest.raises(IntegrityError, match="has 20001 bytes, and 20000 are read at most"):
+        load_from(root, served)
+
+
+def load_from(root: Path, served: bool):
+    return load("bucket", filesystem=pafs.PyFileSystem(ObjectStore(root))) if served else load(root)
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "codec"),
+    [
+        ("zarr3", "zarr.json", "zstd"),
+        ("zarr3", "zarr.json", "gzip"),
+        ("zarr2", ".zarray", "zstd"),
+        ("zarr2", ".zarray", "zlib"),
+    ],
+)
+def test_a_chunk_that_decodes_to_more_than_it_may_is_given_up(copy, form, name, codec):
+    root, num_bytes = copy(form), 64 << 20
+    bomb = (
+        zlib.compress(bytes(num_bytes)) if codec == "zlib" else pa.Codec(codec).compress(bytes(num_bytes), asbytes=True)
+    )
+    chunk = root / "half" / ("c/0" if form == "zarr3" else "0")
+    assert chunk.exists()
+    chunk.write_bytes(bomb)
+    last = {"name": codec, "configuration": {"level": 1}}
+    compressed = {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, last]}
+    edit(
+        root / "half" / name,
+        lambda tree: tree.update(compressed if form == "zarr3" else {"compressor": {"id": codec, "level": 1}}),
+    )
+    before = peak_bytes()
+    with pytest.raises(IntegrityError, match="End of data expected"):
+        load(root)
+    assert peak_bytes() - before < num_bytes // 2
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "rows"])
+def test_any_link_that_leads_out_is_refused_before_anything_is_read(copy, tmp_path, name):
+    root = copy("zarr3")
+    (root / name).rename(tmp_path / "outside")
+    (root / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(IntegrityError, match="outside of the checkpoint"):
+        load(root)
