@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pyarrow.fs
+import ray
 
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import CheckpointError, NoCheckpointError
+from ray_jax_ckpt.memory.history import History
 from ray_jax_ckpt.memory.ledger import Ledger
 from ray_jax_ckpt.memory.messages import Located, RunIdentity, StoredPlace
 from ray_jax_ckpt.memory.stored import Stored
@@ -49,7 +51,8 @@ class Chooser:
     """For use in the coordinator's event loop.
 
     Attributes:
-        trials: What became of the attempts.
+        trials: What became of the attempts. Those of earlier drivers do not count: a new one may have other code.
+        history: What earlier drivers have left word of.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Chooser:
         record: Callable[..., None],
     ) -> None:
         self._run, self._config, self._resume, self._record = run, config, resume, record
-        self._ledger, self._stored = ledger, stored
+        self._ledger, self._stored, self.history = ledger, stored, History(run, ledger.roster.driver)
         self.trials: tuple[Trial, ...] = ()
         self._chosen: Generation | None = None
         self._begun: dict[Generation, float] = {}
@@ -115,8 +118,9 @@ class Chooser:
 
     async def look(self) -> None:
         """Looks at storage, for a bounded time."""
-        await self._stored.look_back(self._config.timeout_s)
-        await self._stored.reports.look(min(self._config.timeout_s, LOOK_S))
+        timeout_s = self._config.timeout_s
+        reports = self._stored.reports.look(min(timeout_s, LOOK_S))
+        await asyncio.gather(self.history.load(), self._stored.look_back(timeout_s), reports)
 
     async def choose(self, attempt: int) -> Choice:
         """The newest of memory and storage, verified; but not what two attempts have crashed with.
@@ -139,6 +143,8 @@ class Chooser:
         elif self._resume.place is not None and not self._begun:
             logger.warning("%s", _unused(self._resume))
         self._say(attempt, found, begun)
+        if not self.trials:
+            self._say_first(found)
         self._chosen, self._preempted = found.generation, False
         self._keep(Trial(attempt, newest=found.generation))
         return found
@@ -167,6 +173,14 @@ class Chooser:
                 said = str(error) or f"storage did not show it within {self._config.timeout_s:g} s"
                 return replace(found, needed=f"resume_from={self._resume.place!r}: {said}")
         return replace(found, needed=needed if self._resume.mode == "must" else "")
+
+    def _say_first(self, found: Choice) -> None:
+        """What only the first attempt of a driver has to say. A coordinator that was killed has said it before."""
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            return
+        self.history.warn_of_rival()
+        if found.generation is not None and found.generation.attempt:
+            self.history.warn_of_end(found.generation.step)
 
     def _say(self, attempt: int, found: Choice, begun: set[Generation]) -> None:
         generation, stored = found.generation, found.stored

@@ -103,6 +103,7 @@ class Coordinator:
             self._ledger.spawn(self._ledger.pulse.beat())
             self._ledger.spawn(self._drain.watch())
             self._ledger.spawn(self._stored.look_back(self._config.timeout_s))
+            self._ledger.spawn(self._chooser.history.load())
 
     async def finish(self, keep: bool, hooks: dict[str, Any] | None = None) -> None:
         """The run is over. Stores end now, or (`keep`) when nobody has taken them over for their orphan timeout."""
