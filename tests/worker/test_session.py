@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import types
 import warnings
@@ -11,7 +12,7 @@ import pytest
 import ray.train
 
 import ray_jax_ckpt as rjc
-from ray_jax_ckpt import _ray_compat, handover, session
+from ray_jax_ckpt import _ray_compat, handover, session, start_hook
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint
 from ray_jax_ckpt.errors import ConfigError, NoSessionError, NotSupportedError, RestoreError
 from ray_jax_ckpt.membership import warn_of_few_domains
@@ -143,3 +144,83 @@ def test_fewer_failure_domains_than_copies_are_said_plainly():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_few_domains(members, 1)
+
+
+class Group:
+    """A worker group that notes what it is asked to run."""
+
+    def __init__(self):
+        self.asked = []
+
+    def execute_async(self, function, *arguments):
+        self.asked.append(function)
+
+
+def started(manager, fails=False):
+    """What the workers of a group are sent in its start."""
+    group = Group()
+    with contextlib.suppress(ZeroDivisionError), manager.on_worker_group_start():
+        manager.after_worker_group_start(group)
+        assert group.asked == []
+        if fails:
+            raise ZeroDivisionError
+    return group.asked
+
+
+def test_workers_are_told_when_everybody_else_has_set_them_up():
+    # A manager of RAY_TRAIN_CALLBACKS comes before the backend, and JAX must not be imported before that.
+    manager = rjc.CheckpointManager()
+    assert started(manager) == []
+    manager._coordinator = types.SimpleNamespace(record=types.SimpleNamespace(remote=lambda *_: None))
+    assert started(manager) == [start_hook.arm]
+    manager._decision = "on its way"
+    assert started(manager) == [start_hook.arm, start_hook.decide]
+    assert started(manager, fails=True) == []
+
+
+def run_with(*callbacks):
+    return types.SimpleNamespace(run_config=types.SimpleNamespace(callbacks=list(callbacks)))
+
+
+def test_of_several_managers_the_first_of_the_run_config_counts(monkeypatch):
+    monkeypatch.setenv("RAY_JAX_CKPT_SNAPSHOT_EVERY_N_STEPS", "3")
+    in_config, second, of_environment = rjc.CheckpointManager(), rjc.CheckpointManager(), rjc.EnvCheckpointManager()
+    shipped = pickle.loads(pickle.dumps(run_with(in_config, second)))
+    assert not in_config._stands_back(shipped)
+    assert not of_environment._stands_back(run_with())
+    for other in (of_environment, second):
+        with pytest.warns(RuntimeWarning, match=r"RunConfig\(callbacks=...\) has a CheckpointManager, which counts"):
+            other.after_controller_start(shipped)
+        assert other._coordinator is None
+        assert started(other) == []
+
+
+def test_a_run_that_is_switched_off_is_as_without_this_package(monkeypatch, context):
+    monkeypatch.setenv("RAY_JAX_CKPT_ENABLED", "0")
+    manager = pickle.loads(pickle.dumps(rjc.CheckpointManager()))
+    monkeypatch.delenv("RAY_JAX_CKPT_ENABLED")
+    manager.after_controller_start(None)
+    (told,) = started(manager)
+    told()
+    assert context.checkpoint == "what Ray has"
+    assert (rjc.snapshot(1, {}), rjc.wait(), rjc.latest(), session.current_or_none()) == (None, None, None, None)
+    with pytest.raises(NoSessionError, match="RAY_JAX_CKPT_ENABLED=0"):
+        rjc.restore(SnapshotCheckpoint(GENERATION))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"resume": "always"}, "say one of 'auto', 'never', 'must'"),
+        ({"resume_from": 7}, "takes a path or URI, got int"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        rjc.CheckpointManager(**arguments)
+
+
+def test_a_place_to_resume_from_means_the_same_in_other_processes(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert rjc.CheckpointManager(resume_from="runs/a")._resume.place == str(tmp_path / "runs/a")
+    assert rjc.CheckpointManager(resume_from="s3://bucket/a")._resume.place == "s3://bucket/a"
