@@ -95,6 +95,8 @@ class Stored:
         done, _ = await asyncio.wait([self._looking], timeout=timeout_s)
         if not done:
             logger.warning("Storage did not say within %g s which checkpoints of this run are there.", timeout_s)
+            # A call that hangs may never return where another one would. If it is only late, it counts all the same.
+            self._looking = None
 
     async def _look(self, filesystem: pyarrow.fs.FileSystem) -> None:
         try:

@@ -48,7 +48,7 @@ def test_due_snapshots_appear_on_storage_without_a_call(run_of):
     run.await_events("persisted", "cadence", "cadence")
 
 
-def test_data_and_metrics_of_every_rank_lie_beside_the_state(run_of):
+def test_data_and_metrics_of_every_rank_lie_beside_the_state_that_plain_orbax_reads(run_of):
     run = run_of(every_n_steps=1)
     found = run.all_ranks(
         lambda rank: rjc.snapshot(
@@ -60,12 +60,6 @@ def test_data_and_metrics_of_every_rank_lie_beside_the_state(run_of):
     loaded = load(run.path_of(1), state_of(0))
     assert loaded.data_by_rank == {rank: data_of(rank) for rank in (0, 1)}
     assert loaded.metrics == {0: {"loss": 0.5}, 1: {"loss": 1.5}}
-
-
-def test_plain_orbax_reads_what_the_stores_wrote(run_of):
-    run = run_of(every_n_steps=1)
-    run.take(state_of(1))
-    run.await_steps(1)
     code = """
 import sys, jax, numpy as np
 from orbax.checkpoint import v1

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from pathlib import Path
 
+import pyarrow.fs
 import pytest
 import ray
 from support import eventually
 
 import ray_jax_ckpt as rjc
+from persist import steered
 from persist.test_failures import check_all, state_of, take
 from persist.test_resume import decided, lose_memory
 from ray_jax_ckpt.errors import NoCheckpointError, RestoreError
+from ray_jax_ckpt.memory.messages import RunIdentity
+from ray_jax_ckpt.memory.stored import Stored
 from ray_jax_ckpt.storage.reader import lacking, read_manifest
 
 
@@ -39,6 +45,35 @@ def test_a_try_that_goes_on_after_it_was_given_up_harms_no_later_one(run_of, dis
         assert lacking(run.filesystem, path, read_manifest(run.filesystem, path)) == []
         time.sleep(0.1)
     check_all(run)
+
+
+class HangsOnce(steered.Steered):
+    """Whose first listing does not return before it is let go."""
+
+    def __init__(self, control: str) -> None:
+        super().__init__(control)
+        self.let_go, self._listed = threading.Event(), False
+
+    def get_file_info_selector(self, selector: pyarrow.fs.FileSelector) -> list:
+        first, self._listed = not self._listed, True
+        if first:
+            self.let_go.wait(60)
+        return super().get_file_info_selector(selector)
+
+
+def test_a_listing_that_hangs_costs_an_attempt_and_is_not_waited_for_again(tmp_path):
+    handler = HangsOnce(str(tmp_path / "control"))
+    stored = Stored(RunIdentity("run", str(tmp_path), pyarrow.fs.PyFileSystem(handler)))
+
+    async def begin_two_attempts() -> None:
+        await stored.look_back(0.2)
+        with pytest.raises(RestoreError, match="not been listed yet"):
+            await stored.newest(None, 5)
+        await stored.look_back(20)
+        assert await stored.newest(None, 5) is None
+        handler.let_go.set()
+
+    asyncio.run(begin_two_attempts())
 
 
 def test_what_an_earlier_driver_did_not_finish_is_removed(run_of, tmp_path):
