@@ -2,79 +2,152 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pyarrow.fs
 
-from ray_jax_ckpt.model.results import Policy
+from ray_jax_ckpt.errors import ConfigError, SnapshotTimeoutError
+from ray_jax_ckpt.model.results import Policy, Status
+from ray_jax_ckpt.model.shards import Generation
+from ray_jax_ckpt.storage.chronicle import not_settled, pending_of
 from ray_jax_ckpt.storage.files import remove_tree
 from ray_jax_ckpt.storage.filesystem import join, reading, resolve
-from ray_jax_ckpt.storage.manifest import MANIFEST, Manifest
+from ray_jax_ckpt.storage.inventory import problem_of
+from ray_jax_ckpt.storage.manifest import MANIFEST
 from ray_jax_ckpt.storage.ray_state import rebuild
-from ray_jax_ckpt.storage.reader import lacking
-from ray_jax_ckpt.storage.runs import directories, find_checkpoints, find_unfinished
-from ray_jax_ckpt.storage.state import StateFile
+from ray_jax_ckpt.storage.records import Origin, Record, State
+from ray_jax_ckpt.storage.runs import directories, find_unfinished
+from ray_jax_ckpt.storage.state import current_state
 
 LISTINGS = 5
+POLL_S = 1.0
+DEFAULT_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint that the stores of a run have written. `restore` takes it.
+    """A checkpoint of a run. `restore` takes it, if it can be restored.
 
     Attributes:
         path: Of its directory.
         filesystem: That this is on.
-        step: The training step.
-        attempt: Which start of a worker group took it.
-        metrics: What `snapshot(metrics=...)` was given on rank 0.
+        step: The training step; None: it is not known, of what others wrote and Ray has listed.
+        attempt: Which start of a worker group took it, if known.
+        metrics: What `snapshot(metrics=...)` was given on rank 0, or what it was reported with.
         created_at_s: Unix time.
+        status: How far it has come, such as "complete"; see `ray_jax_ckpt.model.results.Status`.
+        origin: "persist": the stores wrote it. "report": it was reported to Ray.
+        reason: Why it is no better than that; "" if it can be restored.
     """
 
     path: str
     filesystem: pyarrow.fs.FileSystem = field(repr=False)
-    step: int
-    attempt: int
+    step: int | None
+    attempt: int | None
     metrics: Mapping[str, Any]
     created_at_s: float
+    status: Status = Status.COMPLETE
+    origin: Origin = "persist"
+    reason: str = ""
 
 
-def checkpoints(run: Any, *, filesystem: Any = None) -> list[CheckpointInfo]:
-    """The checkpoints that the stores of a run have written (`PersistConfig`), oldest first; the last is the newest.
+def checkpoints(
+    run: Any = None,
+    *,
+    status: Literal["restorable", "all"] = "restorable",
+    consistency: Literal["committed", "validated"] | None = None,
+    timeout_s: float | None = None,
+    filesystem: Any = None,
+) -> list[CheckpointInfo]:
+    """The checkpoints of a run on storage, oldest first: what its stores have written and what was reported to Ray.
 
-    Any process may call it, with or without Ray. Only those are listed that have a manifest and every file that it
-    names in its size; digests are compared when one is restored. What was reported to Ray is in Ray's `Result` instead.
+    Any process may call it with a run, with or without Ray. In a train function any rank may call it without one, and
+    is told what its run's coordinator knows; it does not wait for other ranks. Of restorable ones only those are listed
+    that are there, with every file that their manifest names in its size; digests are compared when one is restored.
 
     Args:
         run: The run's directory, `<storage_path>/<name>`, as a path, a URI or a (path, filesystem) pair; or the
-            `Result` of its `fit()`.
+            `Result` of its `fit()`. None: the run of this train function.
+        status: "restorable", or "all": also those that are being written, have failed, or are lost, with the reason.
+        consistency: "committed": waits until nothing is being written, and what this worker has reported is registered.
+            "validated": also until nothing is being validated. None: does not wait.
+        timeout_s: Bound of that. None: two minutes.
         filesystem: Of pyarrow or fsspec, that a path is on.
 
     Raises:
-        ConfigError: `run` is nothing of that kind.
+        ConfigError: `run` is nothing of that kind, or `status` or `consistency`.
+        NoSessionError: `run` is None, and this is no train function of a run with a `CheckpointManager`.
+        SnapshotTimeoutError: It was not as consistent in time. The message says what is pending.
         StorageError: The storage cannot be read.
+        NotSupportedError: A newer version of this package has kept the run's state.
     """
-    files, path = resolve(run, filesystem)
+    if status not in ("restorable", "all") or consistency not in (None, "committed", "validated"):
+        raise ConfigError(
+            f"checkpoints(status={status!r}, consistency={consistency!r}): status is 'restorable' or 'all', "
+            "consistency 'committed', 'validated' or None."
+        )
+    bound = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+    files, path, state = _of_train_function(consistency, bound) if run is None else (*resolve(run, filesystem), None)
     with reading(f"Listing the checkpoints of {path}"):
-        found = _whole(files, path)
-    ordered = sorted(found, key=lambda pair: pair[1].generation)
-    return [
-        CheckpointInfo(where, files, one.step or 0, one.attempt, one.metrics.get(0, {}), one.created_at_s)
-        for where, one in ordered
-    ]
+        if state is None:
+            state = _settled(files, path, consistency, bound)
+        found = _looked_at(files, path, state)
+    wanted = [record for record in found if status == "all" or record.status.is_restorable]
+    return [_info(files, path, record) for record in wanted]
 
 
-def _whole(files: pyarrow.fs.FileSystem, path: str) -> list[tuple[str, Manifest]]:
-    """A newer one may get its name, and the older one go, between a listing and a look at it: then it is made again."""
-    found: list[tuple[str, Manifest]] = []
+def _settled(files: pyarrow.fs.FileSystem, path: str, consistency: str | None, timeout_s: float) -> State:
+    """The state of a run of which nobody is to be asked, when nothing of it is on its way any more."""
+    deadline = time.monotonic() + timeout_s
+    while pending := pending_of(state := current_state(files, path), consistency):
+        if time.monotonic() > deadline:
+            raise SnapshotTimeoutError(not_settled(pending, consistency, timeout_s))
+        time.sleep(POLL_S)
+    return state
+
+
+def _looked_at(files: pyarrow.fs.FileSystem, path: str, state: State) -> list[Record]:
+    """All records, with what is lost as such.
+
+    A newer checkpoint may get its name, and the older one go, between a listing and a look: then both are made again.
+    """
+    found: list[Record] = []
     for _ in range(LISTINGS):
         before = set(directories(files, path))
-        found = [(where, one) for where, one in find_checkpoints(files, path) if not lacking(files, where, one)]
-        if len(found) == len(before) or before == set(directories(files, path)):
+        found = [_checked(files, path, record) for record in sorted(state.checkpoints, key=_age)]
+        if before == set(directories(files, path)):
             break
+        state = current_state(files, path)
     return found
+
+
+def _of_train_function(consistency: str | None, timeout_s: float) -> tuple[pyarrow.fs.FileSystem, str, State]:
+    # A process that only lists has no use for JAX.
+    from ray_jax_ckpt.worker import known_checkpoints
+
+    place, state = known_checkpoints(consistency, timeout_s)
+    if place is None:
+        raise ConfigError("This run has no storage.")
+    return *place, state
+
+
+def _checked(files: pyarrow.fs.FileSystem, run_path: str, record: Record) -> Record:
+    problem = problem_of(files, join(run_path, record.path)) if record.status.is_restorable else ""
+    return record.model_copy(update={"status": Status.LOST, "reason": problem}) if problem else record
+
+
+def _age(record: Record) -> tuple[bool, Generation, int, str]:
+    generation = Generation.parse(record.generation) if record.generation else Generation(0, 0, 0)
+    return record.generation is not None, generation, record.report_index or 0, record.path
+
+
+def _info(files: pyarrow.fs.FileSystem, run_path: str, record: Record) -> CheckpointInfo:
+    attempt = Generation.parse(record.generation).attempt if record.generation else None
+    known = record.step, attempt, record.metrics, record.created_at_s
+    return CheckpointInfo(join(run_path, record.path), files, *known, record.status, record.origin, record.reason)
 
 
 def remove_unfinished(run: Any, *, dry_run: bool = True, filesystem: Any = None) -> list[str]:
@@ -130,7 +203,7 @@ def rebuild_ray_state(
         StorageError: The storage cannot be read, or does not take the file.
     """
     files, path = resolve(run, filesystem)
-    known = StateFile(files, path).load().state.checkpoints
+    known = current_state(files, path).checkpoints
     policy = Policy(None, score_attribute, score_order)
     with reading(f"Making Ray's list of {path} anew"):
         found = rebuild(files, path, known, policy)

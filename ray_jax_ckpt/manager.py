@@ -24,7 +24,9 @@ from ray_jax_ckpt.hooks import HookTimes, safe
 from ray_jax_ckpt.membership import group_members, warn_of_few_domains
 from ray_jax_ckpt.memory.claim import DriverIdentity, claim
 from ray_jax_ckpt.memory.starting import start_coordinator
+from ray_jax_ckpt.metrics import kept
 from ray_jax_ckpt.model.choice import Resume
+from ray_jax_ckpt.model.metrics import encode, put_back
 from ray_jax_ckpt.run_identity import run_identity
 
 logger = logging.getLogger(__name__)
@@ -184,10 +186,11 @@ class CheckpointManager(_Callback):
 
     @safe
     def after_report(self, training_report: Any, metrics: Any) -> None:
-        """Tells the coordinator where what was reported lies."""
+        """Notes what was reported with a checkpoint, as the report had it."""
         checkpoint = training_report.checkpoint
         if checkpoint is not None:
-            self._record("reported", path=checkpoint.path)
+            found = encode(put_back(kept(training_report.metrics)))
+            self._record("reported", path=checkpoint.path, metrics=found, validation=bool(training_report.validation))
 
     # Worker groups.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 import sys
@@ -12,12 +11,9 @@ from typing import Any
 import numpy as np
 
 from ray_jax_ckpt.errors import ConfigError
-from ray_jax_ckpt.model.metrics import decode, encode, find, holder_for, locate, score_of
+from ray_jax_ckpt.model.metrics import NONFINITE, encode, find, locate, score_of
 
 logger = logging.getLogger(__name__)
-
-NONFINITE = "rjc_nonfinite"
-"""Where `to_metrics` keeps a score that is no finite number, by its name."""
 
 MAX_DEPTH = 32
 MAX_INT_BITS = 1024
@@ -89,18 +85,6 @@ def kept(metrics: Mapping[Any, Any]) -> dict[str, Any]:
             logger.warning("The metric %r is kept as text: %s", name, error)
             plain[ascii(name)[:200] if not isinstance(name, str) else name] = ascii(value)[:MAX_TEXT]
     return plain
-
-
-def put_back(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What `to_metrics` was given, of what it returned."""
-    moved = metrics.get(NONFINITE)
-    if not isinstance(moved, Mapping):
-        return dict(metrics)
-    whole = copy.deepcopy({name: value for name, value in metrics.items() if name != NONFINITE})
-    for score, value in moved.items():
-        holder, name = holder_for(whole, score)
-        holder[name] = decode(value)
-    return whole
 
 
 def _plain(value: Any, path: str, defer: bool, depth: int) -> Any:

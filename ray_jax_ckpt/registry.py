@@ -22,6 +22,7 @@ from ray_jax_ckpt import metrics as metrics_
 from ray_jax_ckpt._ray_compat import TrainingResult
 from ray_jax_ckpt.errors import ConfigError
 from ray_jax_ckpt.model import results
+from ray_jax_ckpt.model.metrics import put_back
 from ray_jax_ckpt.model.results import Entry, Policy, Status
 from ray_jax_ckpt.storage.filesystem import describe, join
 from ray_jax_ckpt.storage.inventory import problem_of
@@ -408,7 +409,7 @@ def _checkpoint_of(result: TrainingResult) -> Checkpoint:
 
 
 def _of_books(found: Mapping[str, Any]) -> dict[str, Any]:
-    return metrics_.put_back(metrics_.kept(found))
+    return put_back(metrics_.kept(found))
 
 
 def _plain_spec(spec: Any) -> Any:

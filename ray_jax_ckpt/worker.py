@@ -7,6 +7,10 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import ray.train
+from ray.train import CheckpointConsistencyMode
+
+from ray_jax_ckpt import _ray_compat
 from ray_jax_ckpt.arrays.assemble import Assembler, Options
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint, undecided
 from ray_jax_ckpt.data_state import Reshard, decode_states
@@ -23,6 +27,7 @@ from ray_jax_ckpt.metrics import stored
 from ray_jax_ckpt.model.books import Status
 from ray_jax_ckpt.model.index import Index
 from ray_jax_ckpt.observe import faults
+from ray_jax_ckpt.pipeline import GRACE_S
 from ray_jax_ckpt.restored import Restored, give_data
 from ray_jax_ckpt.session import Session, current, current_or_none, is_off
 from ray_jax_ckpt.storage.filesystem import is_place
@@ -203,6 +208,15 @@ def latest(timeout_s: float | None = None) -> int | None:
     session = current()
     generation = session.ask(session.coordinator.latest.remote(), _bound(session, timeout_s))
     return None if generation is None else generation.step
+
+
+def known_checkpoints(consistency: str | None, timeout_s: float) -> tuple[tuple[Any, str] | None, Any]:
+    """Where this worker's run is, and what its coordinator knows of its checkpoints. See `checkpoints`."""
+    session = current()
+    if consistency is not None and _ray_compat.group() is not None:
+        # Ray says when what this worker has reported is registered; it waits no longer than it is told.
+        ray.train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED, timeout_s=timeout_s)
+    return session.ask(session.coordinator.checkpoints.remote(consistency, timeout_s), timeout_s + GRACE_S)
 
 
 def _bound(session: Session, timeout_s: Any) -> float:

@@ -18,7 +18,8 @@ import pytest
 
 from ray_jax_ckpt import to_metrics
 from ray_jax_ckpt.errors import ConfigError
-from ray_jax_ckpt.metrics import kept, put_back, stored
+from ray_jax_ckpt.metrics import kept, stored
+from ray_jax_ckpt.model.metrics import put_back
 
 
 class Colour(enum.StrEnum):

@@ -24,6 +24,7 @@ from ray_jax_ckpt.errors import (
 from ray_jax_ckpt.memory.activities import Activities
 from ray_jax_ckpt.memory.announce import Announcer, Ear, Word
 from ray_jax_ckpt.memory.barrier import Barrier, MissingRanks
+from ray_jax_ckpt.memory.books_file import BooksFile, this_driver
 from ray_jax_ckpt.memory.chooser import Chooser
 from ray_jax_ckpt.memory.claim import DriverIdentity, Incumbent, incumbent
 from ray_jax_ckpt.memory.drain import Drain
@@ -43,6 +44,8 @@ from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.observe.events import EventLog
 from ray_jax_ckpt.observe.log import show_log
+from ray_jax_ckpt.storage.filesystem import Place
+from ray_jax_ckpt.storage.records import State
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,8 @@ class Coordinator:
         self._config, self._run_name = config, run.name
         self._driver, self._controller = driver, controller
         self._surveyed: dict[Generation, float] = {}
-        self._events = EventLog(run.filesystem, run.path)
+        self._books_file = BooksFile(run, lambda: getattr(self._books.newest(), "step", None))
+        self._events = EventLog(run.filesystem, run.path, self._books_file.heard)
         self._ledger = Ledger(run.digest, config, self._events.add)
         self._barrier, self._activities, self._attendance = Barrier(), Activities(), Attendance(0)
         self._announcer = Announcer()
@@ -76,7 +80,8 @@ class Coordinator:
         self._ledger.before_freeing = self._look
         self._persister = None
         if persist is not None:
-            self._persister = Persister(self._ledger, persist, run, self._stored, self._events.add)
+            durable = self._books_file.durable
+            self._persister = Persister(self._ledger, persist, run, self._stored, self._events.add, durable)
             self._drain.saved = self._persister.preempted
         self._opening, self._deciding = asyncio.Lock(), asyncio.Lock()
 
@@ -103,7 +108,8 @@ class Coordinator:
             self._ledger.spawn(self._ledger.pulse.beat())
             self._ledger.spawn(self._drain.watch())
             self._ledger.spawn(self._stored.look_back(self._config.timeout_s))
-            self._ledger.spawn(self._chooser.history.load())
+            mine = this_driver(self._ledger.roster.driver, self._driver)
+            self._ledger.spawn(self._books_file.open(mine, after=self._chooser.history.load()))
 
     async def finish(self, keep: bool, hooks: dict[str, Any] | None = None) -> None:
         """The run is over. Stores end now, or (`keep`) when nobody has taken them over for their orphan timeout."""
@@ -115,7 +121,9 @@ class Coordinator:
             for name, handle in list(self._ledger.roster.handles.items()):
                 ray.kill(handle)
                 self._ledger.roster.forget(name)
+            self._events.add("finished")
         await asyncio.to_thread(self._events.flush, ANSWER_TIMEOUT_S)
+        await self._books_file.durable(ANSWER_TIMEOUT_S)
 
     def pid(self) -> int:
         """Process id of this coordinator."""
@@ -207,6 +215,11 @@ class Coordinator:
     async def persist_problem(self) -> str:
         """Why training is to fail because of storage (`PersistConfig.fail_after`); "" while it is not."""
         return self._persister.fatal if self._persister is not None else ""
+
+    async def checkpoints(self, consistency: str | None, timeout_s: float) -> tuple[Place | None, State]:
+        """Where the run is, and what is known of its checkpoints. See `BooksFile.settled`."""
+        await self.open()
+        return self._books_file.place, await self._books_file.settled(consistency, timeout_s)
 
     # Stores and workers report.
 

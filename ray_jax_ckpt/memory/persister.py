@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from ray_jax_ckpt.memory.stored import Stored
 from ray_jax_ckpt.memory.uploads import Destination, Pace
 from ray_jax_ckpt.model import persistence
 from ray_jax_ckpt.model.index import Index
+from ray_jax_ckpt.model.metrics import encode
 from ray_jax_ckpt.model.persistence import Persisted, Progress
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
@@ -53,6 +54,7 @@ class Persister:
         run: RunIdentity,
         stored: Stored,
         record: Callable[..., None],
+        durable: Callable[[float], Awaitable[str]],
     ) -> None:
         self._ledger, self._config, self._run, self._stored, self._record = ledger, config, run, stored, record
         self._preempted: set[tuple[int, int]] = set()
@@ -64,7 +66,7 @@ class Persister:
         self._changed = asyncio.Event()
         self._claimed: frozenset[Generation] = frozenset()
         self._skipped = 0
-        self._removals = Removals(ledger, config, run, record)
+        self._removals = Removals(ledger, config, run, record, durable)
         self._shared = SharedStorage(run, config.timeout_s, ledger.roster.driver, record)
         self.failures, self.problem = 0, ""
 
@@ -153,16 +155,19 @@ class Persister:
         where, start = self._stored.new_path(generation), time.monotonic()
         # What earlier tries have left may be what storage has no room for.
         self._removals.begin()
+        about = {"step": generation.step, "generation": str(generation), "path": where, "why": why}
+        self._record("persisting", **about)
         try:
             written = await asyncio.wait_for(self._write(generation, where), self._config.timeout_s + GRACE_S)
             self.failures, self._skipped, self.problem, self._not_before = 0, 0, "", 0.0
             self._stored.known[generation] = written
             seconds = round(time.monotonic() - start, 3)
-            self._record("persisted", step=generation.step, path=where, why=why, seconds=seconds)
+            metrics = encode(written.metrics)
+            self._record("persisted", **about, seconds=seconds, metrics=metrics, num_bytes=written.num_bytes)
             self._prune()
         except GaveWayError as error:
             logger.warning("Step %d is not written to storage (%s): %s", generation.step, why, error)
-            self._record("persist_skipped", step=generation.step, why=why, reason=str(error))
+            self._record("persist_skipped", **about, reason=str(error))
             self._skip(generation, where, why, error)
         except Exception as error:
             self._fail(generation, where, why, error)
@@ -194,7 +199,9 @@ class Persister:
         pause = self._later(why, self.failures)
         text = "Training goes on, but %s. It is failure %d in a row; the next try is in %.0f s."
         logger.warning(text, self.problem, self.failures, pause)
-        self._record("persist_failed", step=generation.step, why=why, failures=self.failures, error=said[:1000])
+        about = {"step": generation.step, "generation": str(generation), "path": where, "why": why}
+        late = isinstance(error, TimeoutError)
+        self._record("persist_failed", **about, failures=self.failures, error=said[:1000], timed_out=late)
 
     async def _write(self, generation: Generation, where: str) -> Persisted:
         await self._shared.demand()
@@ -238,7 +245,8 @@ class Persister:
             # A store that hangs in a call of storage may leave more when that returns.
             self._removals.add(Removal(to.path, "discard_upload"))
             raise
-        return Persisted(plan.head.generation, plan.head.metrics.get(0, {}), to.path)
+        num_bytes = sum(record.size for record in records.values())
+        return Persisted(plan.head.generation, plan.head.metrics.get(0, {}), to.path, num_bytes)
 
     async def _upload(
         self,
@@ -265,6 +273,7 @@ class Persister:
     def _prune(self) -> None:
         for one in persistence.superfluous(self._config, self._stored.known.values()):
             del self._stored.known[one.generation]
+            self._record("superfluous", step=one.generation.step, path=one.path)
             self._removals.add(Removal(one.path, "remove_checkpoint", one.generation.step))
         for where in self._stored.unfinished:
             self._removals.add(Removal(where, "clear_upload"))

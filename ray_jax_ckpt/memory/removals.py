@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 10.0
 LOOK_INTERVAL_S = 0.5
+DURABLE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,19 @@ class Removals:
         config: How often and for how long it is tried.
         run: Whose storage.
         record: Notes events.
+        durable: Waits until no state on storage names a checkpoint that is superfluous; says what is wrong.
     """
 
-    def __init__(self, ledger: Ledger, config: PersistConfig, run: RunIdentity, record: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        config: PersistConfig,
+        run: RunIdentity,
+        record: Callable[..., None],
+        durable: Callable[[float], Awaitable[str]],
+    ) -> None:
         self._ledger, self._config, self._run, self._record = ledger, config, run, record
+        self._durable = durable
         self._waiting: dict[str, Removal] = {}
         self._num_running = 0
 
@@ -72,7 +82,8 @@ class Removals:
 
     async def _remove(self, removal: Removal) -> None:
         try:
-            said = await self._try(removal)
+            said = await self._durable(DURABLE_TIMEOUT_S) if removal.how == "remove_checkpoint" else ""
+            said = said or await self._try(removal)
         finally:
             self._num_running -= 1
         if said:

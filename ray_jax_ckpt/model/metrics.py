@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
 
+NONFINITE = "rjc_nonfinite"
+"""Where `to_metrics` keeps a score that is no finite number, by its name."""
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _QUOTE = "'"
 _SEPARATORS = "./"
@@ -74,3 +77,15 @@ def score_of(metrics: Mapping[str, Any], name: str) -> float | None:
         return float(found) if math.isfinite(found) else None
     except OverflowError:
         return None
+
+
+def put_back(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """What `ray_jax_ckpt.to_metrics` was given, of what it returned."""
+    moved = metrics.get(NONFINITE)
+    if not isinstance(moved, Mapping):
+        return dict(metrics)
+    whole = copy.deepcopy({name: value for name, value in metrics.items() if name != NONFINITE})
+    for score, value in moved.items():
+        holder, name = holder_for(whole, score)
+        holder[name] = decode(value)
+    return whole

@@ -39,11 +39,13 @@ class Persisted:
         generation: What it is of.
         metrics: Of rank 0.
         path: Of its directory.
+        num_bytes: Of its files; None: not known.
     """
 
     generation: Generation
     metrics: Mapping[str, Any] = field(default_factory=dict, hash=False)
     path: str = ""
+    num_bytes: int | None = None
 
 
 def is_due(config: PersistConfig, generation: Generation, progress: Progress, now_s: float) -> bool:

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow.fs
@@ -23,8 +24,14 @@ class EventLog:
     Each line holds `time` (seconds since the epoch), `event`, and the event's own fields. The newest 10,000 are kept.
     """
 
-    def __init__(self, filesystem: pyarrow.fs.FileSystem | None, run_path: str) -> None:
-        """Without a filesystem events are only kept in memory."""
+    def __init__(
+        self,
+        filesystem: pyarrow.fs.FileSystem | None,
+        run_path: str,
+        heard: Callable[[str, float, dict[str, Any]], None] | None = None,
+    ) -> None:
+        """Without a filesystem events are only kept in memory. `heard` is told of each: name, time and fields."""
+        self._heard = heard
         self._filesystem, self._path = filesystem, f"{run_path}/{FILE}"
         self._lines: list[str] = []
         self._dirty = threading.Event()
@@ -35,11 +42,14 @@ class EventLog:
 
     def add(self, event: str, *, at: float | None = None, **fields: Any) -> None:
         """Records an event, at `at` (seconds since the epoch) or now."""
-        line = json.dumps({"time": at or time.time(), "event": event, **fields}, default=str)
+        at = at or time.time()
+        line = json.dumps({"time": at, "event": event, **fields}, default=str)
         with self._flushed:
             self._lines = [*self._lines[-MAX_EVENTS + 1 :], line]
             self._pending += 1
         self._dirty.set()
+        if self._heard is not None:
+            self._heard(event, at, fields)
 
     def flush(self, timeout_s: float) -> None:
         """Waits until what was added is written, at most `timeout_s`."""

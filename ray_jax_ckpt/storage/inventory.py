@@ -41,7 +41,7 @@ def reconciled(
     persisted = {path for path in _below(directories(filesystem, run_path), run_path) if not is_temporary(path)}
     reported = reported_directories(filesystem, run_path)
     kept, notes = _without_lost(state.checkpoints, persisted | reported)
-    known = {record.path for record in kept if record.status is not Status.PENDING}
+    known = {record.path for record in kept if record.status is not Status.PENDING} | set(state.removing)
     found = [found_record(filesystem, run_path, path, "persist") for path in sorted(persisted - known)]
     # Their names hold the time.
     reports = [found_record(filesystem, run_path, path, "report") for path in sorted(reported - known) if whole]

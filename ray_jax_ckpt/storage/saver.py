@@ -104,7 +104,9 @@ class StateSaver:
             self._writing, self.problem = False, ""
             self._changed.notify_all()
         for outcome in waiting:
-            outcome.set_result(None)
+            # One that somebody has cancelled needs no word.
+            if outcome.set_running_or_notify_cancel():
+                outcome.set_result(None)
 
     def _retry(self, state: State, waiting: list[Future[None]], said: str, pause_s: float) -> None:
         where = self.file.run_path
@@ -130,7 +132,8 @@ class StateSaver:
         waiting, self._waiting = self._waiting, []
         self._changed.notify_all()
         for outcome in waiting:
-            outcome.set_exception(StaleDriverError(said))
+            if outcome.set_running_or_notify_cancel():
+                outcome.set_exception(StaleDriverError(said))
 
 
 _savers: weakref.WeakValueDictionary[tuple[str, str], StateSaver] = weakref.WeakValueDictionary()

@@ -13,9 +13,10 @@ from typing import Literal
 import pyarrow.fs
 
 from ray_jax_ckpt.errors import StaleDriverError, StateError
+from ray_jax_ckpt.storage.chronicle import with_rays_list
 from ray_jax_ckpt.storage.files import ASIDE, remove_file, write_whole
 from ray_jax_ckpt.storage.filesystem import describe, join, reading
-from ray_jax_ckpt.storage.inventory import reconciled
+from ray_jax_ckpt.storage.inventory import found_record, reconciled
 from ray_jax_ckpt.storage.manifest import FOLDER
 from ray_jax_ckpt.storage.ray_state import read_ray_state
 from ray_jax_ckpt.storage.records import (
@@ -38,6 +39,7 @@ __all__ = [
     "Record",
     "State",
     "StateFile",
+    "current_state",
     "parse_state",
 ]
 
@@ -183,3 +185,22 @@ class StateFile:
 
     def _says(self, name: str) -> str:
         return describe(self.filesystem, join(self.run_path, name) if name else self.run_path)
+
+
+def current_state(filesystem: pyarrow.fs.FileSystem, run_path: str) -> State:
+    """The state as it counts now: with what is there, and with what Ray has done since with what was reported.
+
+    Raises:
+        NotSupportedError, StorageError: See `StateFile.load`.
+    """
+    state = StateFile(filesystem, run_path).load().state
+    try:
+        listed = read_ray_state(filesystem, run_path)
+    except StateError as error:
+        logger.warning("%s", error)
+        return state
+    if listed is None:
+        return state
+    new = {one.path for one in listed.checkpoints} - {one.path for one in state.checkpoints if one.generation}
+    records = {path: found_record(filesystem, run_path, path, "report") for path in sorted(new)}
+    return with_rays_list(state, listed, {path: record for path, record in records.items() if record is not None})
