@@ -41,3 +41,5 @@ def train(directory: Path, last: int) -> None:
             mode = "ASYNC" if step % (2 * REPORTED) else "SYNC"
             upload = ray.train.CheckpointUploadMode[mode]
             ray.train.report({"loss": 1.0 / step, "step": step}, checkpoint=handle, checkpoint_upload_mode=upload)
+            known = rjc.checkpoints(consistency="committed", timeout_s=60)
+            record.add("listed", step=step, reported=[one.step for one in known if one.origin == "report"])

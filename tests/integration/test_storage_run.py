@@ -135,3 +135,30 @@ def test_a_new_run_of_the_same_name_goes_on_from_storage(runs):
         assert (restored["step"], restored["source"]) == (stored_job.STEPS, "storage")
         assert restored["counts"] == [stored_job.STEPS]
         assert restored["data"] == {"taken": stored_job.STEPS * 10 + rank}
+
+
+def test_the_books_have_what_the_stores_wrote_and_what_was_reported(runs):
+    run = runs.storage / "run"
+    listed = rjc.checkpoints(run, consistency="validated")
+    found = {(one.origin, one.step): (one.status, one.metrics) for one in listed}
+    assert {step for origin, step in found if origin == "persist"} == set(runs.ours)
+    reported = {Path(checkpoint.path).name for checkpoint, _ in runs.results[1].best_checkpoints}
+    assert {Path(one.path).name for one in listed if one.origin == "report"} == reported
+    for (origin, step), (status, metrics) in found.items():
+        assert (status, metrics["loss"]) == ("complete", 1.0 / step)
+        assert ("step" in metrics) is (origin == "report")
+    state = json.loads((run / "ray_jax_ckpt/state.json").read_text())
+    assert [(one["attempt"], one["ended"], one["last_step"]) for one in state["attempts"]] == [
+        (1, "finished", stored_job.STEPS),
+        (2, "finished", stored_job.STEPS + MORE),
+    ]
+    assert state["attempts"][1]["tier"] == "storage"
+    assert state["finished_at_s"] is not None
+    assert state["report_index"] == (stored_job.STEPS + MORE) // stored_job.REPORTED
+
+
+def test_the_list_in_the_train_function_has_what_was_just_reported(runs):
+    for rank in (0, 1):
+        found = job.read(runs.attempts[0], 1, rank, "listed")
+        assert [one["step"] for one in found] == [4, 8, 12]
+        assert all(one["step"] in one["reported"] for one in found)
