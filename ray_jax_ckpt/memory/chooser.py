@@ -179,8 +179,9 @@ class Chooser:
         if ray.get_runtime_context().was_current_actor_reconstructed:
             return
         self.history.warn_of_rival()
-        if found.generation is not None and found.generation.attempt:
-            self.history.warn_of_end(found.generation.step)
+        generation = found.generation
+        if generation is not None and generation.attempt and self.history.warn_of_end(generation.step):
+            self._record("resumed_after_end", step=generation.step)
 
     def _say(self, attempt: int, found: Choice, begun: set[Generation]) -> None:
         generation, stored = found.generation, found.stored

@@ -67,16 +67,18 @@ class History:
         if said:
             logger.warning("Run %s: %s", self._run.name, said)
 
-    def warn_of_end(self, step: int) -> None:
-        """Says so when a run goes on that had ended well."""
-        if self.state is not None and self.state.finished_at_s is not None:
-            logger.warning(
-                "Run %s ended well at %s, and goes on now from step %d, as it does with Ray Train alone. To train anew "
-                "use another RunConfig(name=...), or CheckpointManager(resume='never').",
-                self._run.name,
-                _at(self.state.finished_at_s),
-                step,
-            )
+    def warn_of_end(self, step: int) -> bool:
+        """Says so when a run goes on that had ended well; returns whether it had."""
+        if self.state is None or self.state.finished_at_s is None:
+            return False
+        logger.warning(
+            "Run %s ended well at %s, and goes on now from step %d, as it does with Ray Train alone. To train anew "
+            "use another RunConfig(name=...), or CheckpointManager(resume='never').",
+            self._run.name,
+            _at(self.state.finished_at_s),
+            step,
+        )
+        return True
 
 
 def rival(state: State, hosts_here: Collection[str], now_s: float | None = None) -> str:

@@ -167,6 +167,12 @@ def test_a_run_begins_with_what_its_driver_names_and_goes_on_with_its_own(run_of
     other = run_of(every_n_steps=10, path=str(tmp_path / "other"))
     persisted(other, 10)
     source = other.path_of(10)
+    # A run that has ended well goes on, and says so.
+    ray.get(other.coordinator.finish.remote(keep=False), timeout=60)
+    end_driver(other, stores=True)
+    other.begin(copies=2)
+    assert decided(other).stored.path == source
+    eventually(lambda: [event["step"] for event in other.events("resumed_after_end")] == [10])
     run = run_of(every_n_steps=100)
     end_driver(run, stores=False)
     run.resume = Resume("auto", source)
