@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pyarrow.fs
-import ray
 
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import CheckpointError, NoCheckpointError
+from ray_jax_ckpt.memory.fleet import was_restarted
 from ray_jax_ckpt.memory.history import History
 from ray_jax_ckpt.memory.ledger import Ledger
 from ray_jax_ckpt.memory.messages import Located, RunIdentity, StoredPlace
@@ -176,7 +176,7 @@ class Chooser:
 
     def _say_first(self, found: Choice) -> None:
         """What only the first attempt of a driver has to say. A coordinator that was killed has said it before."""
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        if was_restarted():
             return
         self.history.warn_of_rival()
         generation = found.generation
