@@ -9,7 +9,6 @@ import secrets
 import time
 from typing import Any
 
-import ray
 from ray.actor import ActorHandle
 
 from ray_jax_ckpt.config import PersistConfig, SnapshotConfig
@@ -44,6 +43,7 @@ from ray_jax_ckpt.model.slots import Lease
 from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.observe.events import EventLog
 from ray_jax_ckpt.observe.log import show_log
+from ray_jax_ckpt.storage.files import write_whole
 from ray_jax_ckpt.storage.filesystem import Place
 from ray_jax_ckpt.storage.records import State
 
@@ -70,7 +70,7 @@ class Coordinator:
         self._driver, self._controller = driver, controller
         self._surveyed: dict[Generation, float] = {}
         self._books_file = BooksFile(run, lambda: getattr(self._books.newest(), "step", None))
-        self._events = EventLog(run.filesystem, run.path, self._books_file.heard)
+        self._events = EventLog(run.filesystem, run.path, self._books_file.heard, write=write_whole)
         self._ledger = Ledger(run.digest, config, self._events.add)
         self._barrier, self._activities, self._attendance = Barrier(), Activities(), Attendance(0)
         self._announcer = Announcer()
@@ -118,9 +118,7 @@ class Coordinator:
         await self.open()
         self._ledger.stop()
         if not keep:
-            for name, handle in list(self._ledger.roster.handles.items()):
-                ray.kill(handle)
-                self._ledger.roster.forget(name)
+            await self._ledger.roster.end_all(self._books.attempt)
             self._events.add("finished")
         await asyncio.to_thread(self._events.flush, ANSWER_TIMEOUT_S)
         await self._books_file.durable(ANSWER_TIMEOUT_S)

@@ -85,6 +85,16 @@ class Roster:
         """Ends a store, and returns when its name is free."""
         await asyncio.to_thread(fleet.end_store, name, handle, ANSWER_TIMEOUT_S)
 
+    async def end_all(self, attempt: int) -> None:
+        """Ends all stores, unless a later attempt goes on with them: nobody who was replaced ends what is another's."""
+        answers = await self.ask(lambda store: store.inventory.remote(), self.handles, enough=bool)
+        if any(answer.attempt > attempt for answer in answers.values()):
+            logger.warning("The stores of this run stay: a later attempt than %d goes on with them.", attempt)
+            return
+        for name, handle in list(self.handles.items()):
+            ray.kill(handle)
+            self.forget(name)
+
     async def ask(
         self,
         question: Question,

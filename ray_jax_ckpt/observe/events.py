@@ -17,11 +17,19 @@ FILE = "ray_jax_ckpt/events.jsonl"
 MAX_EVENTS = 10_000
 FLUSH_DELAY_S = 0.2
 
+Write = Callable[[pyarrow.fs.FileSystem, str, bytes], None]
+
 
 class EventLog:
     """Collects events and rewrites their file in the background. Thread-safe; never raises, never blocks on storage.
 
     Each line holds `time` (seconds since the epoch), `event`, and the event's own fields. The newest 10,000 are kept.
+
+    Args:
+        filesystem: Where the run is. None: events are only kept in memory.
+        run_path: Its directory.
+        heard: Told of each event: name, time and fields.
+        write: Writes a whole file, in a way that leaves the old one when it fails: a full disk is to cost no events.
     """
 
     def __init__(
@@ -29,9 +37,10 @@ class EventLog:
         filesystem: pyarrow.fs.FileSystem | None,
         run_path: str,
         heard: Callable[[str, float, dict[str, Any]], None] | None = None,
+        *,
+        write: Write,
     ) -> None:
-        """Without a filesystem events are only kept in memory. `heard` is told of each: name, time and fields."""
-        self._heard = heard
+        self._heard, self._write_file = heard, write
         self._filesystem, self._path = filesystem, f"{run_path}/{FILE}"
         self._lines: list[str] = []
         self._dirty = threading.Event()
@@ -87,7 +96,6 @@ class EventLog:
         assert self._filesystem is not None
         try:
             self._filesystem.create_dir(self._path.rsplit("/", 1)[0], recursive=True)
-            with self._filesystem.open_output_stream(self._path) as stream:
-                stream.write(content)
+            self._write_file(self._filesystem, self._path, content)
         except Exception as error:
             logger.warning("Events of the run could not be written to %s: %s", self._path, error)

@@ -14,6 +14,7 @@ from ray_jax_ckpt import manager
 from ray_jax_ckpt.memory.fleet import run_digest
 from ray_jax_ckpt.observe.events import EventLog
 from ray_jax_ckpt.run_identity import canonical
+from ray_jax_ckpt.storage.files import write_whole
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 
@@ -89,7 +90,7 @@ def test_credentials_and_slashes_do_not_make_another_run():
 
 @pytest.mark.parametrize("name", ["a b", "ключ", "run/", "x'\"%41", "link/../run"])
 def test_events_are_written_whatever_the_path_looks_like(place, name):
-    log = EventLog(LOCAL, f"{place}/{name}")
+    log = EventLog(LOCAL, f"{place}/{name}", write=write_whole)
     log.add("decision", step=3)
     log.flush(20)
     assert '"step": 3' in Path(place, name, "ray_jax_ckpt", "events.jsonl").read_text()

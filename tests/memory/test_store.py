@@ -440,6 +440,17 @@ def test_a_finished_run_leaves_no_store_behind(nodes, run):
         eventually(lambda: fleet.living_stores(run) == {})
 
 
+def test_a_driver_that_was_replaced_ends_no_store_of_its_successor(nodes, run):
+    with stub_group(run, nodes[:2]) as group:
+        group.begin()
+        replaced = group.coordinator
+        group.start_coordinator().begin()
+        group.wait(group.snapshot(10))
+        ray.get(replaced.finish.remote(keep=False), timeout=60)
+        ray.kill(replaced)
+        assert group.wait(group.snapshot(20)) == (2, 2)
+
+
 def test_stores_end_themselves_when_nobody_takes_them_over(nodes, run):
     with stub_group(run, nodes[:2], SnapshotConfig(timeout_s=5, orphan_timeout_s=1)) as group:
         group.begin()

@@ -10,6 +10,7 @@ import pyarrow.fs
 import pytest
 
 from ray_jax_ckpt.observe.events import FILE, EventLog
+from ray_jax_ckpt.storage.files import write_whole
 
 
 class SlowHandler(pyarrow.fs.FileSystemHandler):
@@ -39,7 +40,7 @@ def lines(directory):
 
 def test_events_are_written_and_those_of_an_earlier_driver_stay(tmp_path):
     for number in (1, 2):
-        log = EventLog(pyarrow.fs.LocalFileSystem(), str(tmp_path))
+        log = EventLog(pyarrow.fs.LocalFileSystem(), str(tmp_path), write=write_whole)
         log.add("decision", step=number)
         log.flush(10)
     assert [(one["event"], one["step"]) for one in lines(tmp_path)] == [("decision", 1), ("decision", 2)]
@@ -47,7 +48,7 @@ def test_events_are_written_and_those_of_an_earlier_driver_stay(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_a_warning_and_nothing_more(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    log = EventLog(pyarrow.fs.LocalFileSystem(), str(tmp_path / "file"))
+    log = EventLog(pyarrow.fs.LocalFileSystem(), str(tmp_path / "file"), write=write_whole)
     with caplog.at_level(logging.WARNING):
         log.add("decision", step=1)
         log.flush(10)
@@ -57,7 +58,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning_and_nothing_more(tmp_pa
 @pytest.mark.parametrize("filesystem", [None, "slow"])
 def test_a_storage_that_does_not_answer_holds_nobody_up(filesystem):
     handler = SlowHandler()
-    log = EventLog(pyarrow.fs.PyFileSystem(handler) if filesystem else None, "run")
+    log = EventLog(pyarrow.fs.PyFileSystem(handler) if filesystem else None, "run", write=write_whole)
     for step in range(100):
         log.add("decision", step=step)
     log.flush(0.1)
