@@ -129,7 +129,7 @@ class Chooser:
             RestoreError: What there is cannot be read, and to start afresh would be to lose the run.
         """
         if self._resume.mode == "never" and not self._ledger.first_attempt:
-            self._ledger.first_attempt = attempt
+            self._start_anew(attempt)
         if self._ledger.first_attempt:
             self._stored.set_aside(self._ledger.first_attempt)
         avoided = self._avoided()
@@ -137,7 +137,8 @@ class Chooser:
         located = await self._ledger.choose(attempt, avoided)
         in_memory = located.generation if located is not None else None
         stored = await self._stored.newest(in_memory, self._config.timeout_s, avoided)
-        found = Choice(None if stored is not None else located, stored, self._resume.mode != "never" or self._reported)
+        ray_counts = self._resume.mode != "never" or self._reported or self.history.has_reported
+        found = Choice(None if stored is not None else located, stored, ray_counts)
         if found.generation is None:
             found = await self._nothing(found)
         elif self._resume.place is not None and not self._begun:
@@ -148,6 +149,13 @@ class Chooser:
         self._chosen, self._preempted = found.generation, False
         self._keep(Trial(attempt, newest=found.generation))
         return found
+
+    def _start_anew(self, attempt: int) -> None:
+        """Only what is of this driver counts from now on; a coordinator that was killed may have said so before."""
+        if not self.history.first_attempt:
+            # While storage has not said which attempts there were, theirs might count as this driver's own later.
+            self._stored.require_listed()
+        self._ledger.first_attempt = self.history.first_attempt or attempt
 
     def _avoided(self) -> dict[Generation, tuple[int, ...]]:
         avoided = choice.crashing(self.trials)
@@ -196,6 +204,7 @@ class Chooser:
         self._record(
             "decision",
             attempt=attempt,
+            first_attempt=self._ledger.first_attempt,
             step=generation.step if generation else None,
             generation=str(generation) if generation else None,
             path=stored.path if stored else None,

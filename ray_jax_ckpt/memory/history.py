@@ -35,12 +35,27 @@ class History:
 
     Attributes:
         state: None: there is none, or it could not be read; others say so, and rebuild it.
+        own: What a coordinator of this driver that was killed has left; None: there was none.
     """
 
     def __init__(self, run: RunIdentity, driver: str) -> None:
         self._run, self._driver = run, driver
         self._loading: asyncio.Task[None] | None = None
         self.state: State | None = None
+        self.own: State | None = None
+
+    @property
+    def first_attempt(self) -> int:
+        """Of the run as this driver has started it anew; 0 if it has not, or nobody has left word of it."""
+        return 0 if self.own is None else self.own.first_attempt
+
+    @property
+    def has_reported(self) -> bool:
+        """Whether something was reported through Ray since this driver began."""
+        if self.own is None or self.own.driver is None:
+            return False
+        since = self.own.driver.started_at_s
+        return any(one.origin == "report" and one.created_at_s >= since for one in self.own.checkpoints)
 
     async def load(self) -> None:
         """Waits until it is read, at most `LOAD_S`. Never raises; the first call counts."""
@@ -54,6 +69,7 @@ class History:
         try:
             found = await asyncio.to_thread(_read, filesystem, join(self._run.path, STATE))
             if found is not None and found.driver is not None and found.driver.id == self._driver:
+                self.own = found
                 found = await asyncio.to_thread(_read, filesystem, join(self._run.path, PREVIOUS))
             self.state = found
         except Exception as error:

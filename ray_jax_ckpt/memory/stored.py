@@ -73,6 +73,15 @@ class Stored:
         self._first_attempt = first_attempt
         self.known = {generation: one for generation, one in self.known.items() if self._counts(generation)}
 
+    def require_listed(self) -> None:
+        """Raises RestoreError if there may be more on storage than is known."""
+        if self._run.filesystem is not None and self._unread:
+            raise _unreadable(self._unread)
+
+    @property
+    def _unread(self) -> str:
+        return "; ".join(filter(None, [self._problem, self.reports.problem]))
+
     def _counts(self, generation: Generation) -> bool:
         return generation.attempt >= self._first_attempt
 
@@ -130,7 +139,7 @@ class Stored:
         filesystem = self._run.filesystem
         if filesystem is None:
             return None
-        unread = "; ".join(filter(None, [self._problem, self.reports.problem]))
+        unread = self._unread
         for generation, tier, path in self._offers(avoided):
             if in_memory is not None and rank(generation, avoided) <= rank(in_memory, avoided):
                 break
@@ -148,11 +157,7 @@ class Stored:
             if tier is Tier.STORAGE:
                 self.suspect(path, problem)
         if in_memory is None and unread:
-            raise RestoreError(
-                f"What this run has on storage cannot be read ({unread:.1000}), and memory holds nothing. Failing this "
-                "attempt instead of starting from the beginning. If there is nothing to go on from, use another name= "
-                "for the run, or remove what cannot be read."
-            )
+            raise _unreadable(unread)
         return None
 
     def _offers(self, avoided: Collection[Generation]) -> list[tuple[Generation, Tier, str]]:
@@ -161,6 +166,14 @@ class Stored:
         reported = [(generation, Tier.RAY, path) for generation, path in self.reports.found.items()]
         counting = [one for one in reported if self._counts(one[0]) and one[2] not in self.bad]
         return sorted([*ours, *counting], key=lambda one: (rank(one[0], avoided), one[1] is Tier.STORAGE), reverse=True)
+
+
+def _unreadable(unread: str) -> RestoreError:
+    return RestoreError(
+        f"What this run has on storage cannot be read ({unread:.1000}), and memory holds nothing. Failing this "
+        "attempt instead of starting from the beginning. If there is nothing to go on from, use another name= "
+        "for the run, or remove what cannot be read."
+    )
 
 
 def _listed(filesystem: pyarrow.fs.FileSystem, run_path: str) -> _Listing:

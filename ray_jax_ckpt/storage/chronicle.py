@@ -7,6 +7,7 @@ from typing import Any
 
 from ray_jax_ckpt.model import metrics as metrics_
 from ray_jax_ckpt.model.results import Status
+from ray_jax_ckpt.storage.manifest import check_path
 from ray_jax_ckpt.storage.records import AttemptRecord, Record, State, Tier
 
 MAX_FAILURES = 32
@@ -133,7 +134,7 @@ def _suspected(state: State, at_s: float, fields: Fields) -> State:
 
 
 def _reported(state: State, at_s: float, fields: Fields) -> State:
-    if fields["path"] is None:
+    if fields["path"] is None or not _is_below(fields["path"]):
         return state
     status = Status.VALIDATING if fields.get("validation") else Status.COMPLETE
     metrics = metrics_.decode(fields.get("metrics", {}))
@@ -154,7 +155,10 @@ def _decision(state: State, at_s: float, fields: Fields) -> State:
         path=path,
         started_at_s=at_s,
     )
-    return state.changed(attempts=(*(one for one in before if one.attempt != attempt.attempt), attempt))
+    return state.changed(
+        attempts=(*(one for one in before if one.attempt != attempt.attempt), attempt),
+        first_attempt=fields.get("first_attempt") or state.first_attempt,
+    )
 
 
 def _failed(state: State, at_s: float, fields: Fields) -> State:
@@ -179,6 +183,15 @@ def _relative(path: Any, run_path: str) -> str | None:
         return None
     prefix = run_path.strip("/") + "/"
     return path.lstrip("/").removeprefix(prefix).rstrip("/") if path.lstrip("/").startswith(prefix) else path
+
+
+def _is_below(path: str) -> bool:
+    """Whether it is of the run's directory. What was reported without an upload may lie anywhere."""
+    try:
+        check_path(path)
+    except ValueError:
+        return False
+    return True
 
 
 _CHANGES: Mapping[str, Callable[[State, float, Fields], State]] = {

@@ -6,6 +6,7 @@ import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, field_serializer, field_validator
+from pydantic_core import PydanticSerializationError
 
 from ray_jax_ckpt.errors import NotSupportedError, StateError
 from ray_jax_ckpt.model import metrics as metrics_
@@ -129,6 +130,7 @@ class State(_Model):
         attempts: The last `MAX_ATTEMPTS`, oldest first.
         checkpoints: In no order that means anything.
         removing: Paths, relative to the run's directory, of what is not listed any more and may not be gone yet.
+        first_attempt: Of the run as this driver started it anew; nothing of earlier ones is restored. 0: it did not.
     """
 
     version: int = VERSION
@@ -139,6 +141,7 @@ class State(_Model):
     attempts: tuple[AttemptRecord, ...] = ()
     checkpoints: tuple[Record, ...] = ()
     removing: tuple[str, ...] = ()
+    first_attempt: NonNegativeInt = 0
 
     @field_validator("attempts")
     @classmethod
@@ -157,23 +160,29 @@ class State(_Model):
     def taken_over(self, driver: Driver) -> State:
         """The same run with a new driver, which counts as later than the one before whatever the clocks say.
 
-        What the one before was writing has come to nothing: nobody writes it any more.
+        What was being written has come to nothing: nobody writes it any more, also where the driver is the same and
+        its coordinator was killed.
         """
+        checkpoints = tuple(map(_orphaned, self.checkpoints))
         if self.driver is not None and self.driver.id == driver.id:
-            return self
+            return self.changed(checkpoints=checkpoints)
         before = 0.0 if self.driver is None else self.driver.started_at_s
         late = driver.model_copy(update={"started_at_s": max(driver.started_at_s, before + 1e-3)})
-        return self.changed(driver=late, finished_at_s=None, checkpoints=tuple(map(_orphaned, self.checkpoints)))
+        return self.changed(driver=late, finished_at_s=None, first_attempt=0, checkpoints=checkpoints)
 
     def to_bytes(self) -> bytes:
         """JSON. NaN and infinities of metrics are text in it; `parse_state` makes them numbers again."""
-        return self.model_dump_json().encode()
+        try:
+            return self.model_dump_json().encode()
+        except PydanticSerializationError:
+            # Names of files, and what storage says of them, need not be Unicode.
+            return json.dumps(self.model_dump(mode="json")).encode()
 
 
 def _orphaned(record: Record) -> Record:
     if record.status is not Status.PENDING:
         return record
-    return record.model_copy(update={"status": Status.FAILED, "reason": "the driver that had it written has ended"})
+    return record.model_copy(update={"status": Status.FAILED, "reason": "who had it written has ended"})
 
 
 def parse_state(raw: bytes, where: str) -> State:

@@ -58,6 +58,22 @@ def test_a_run_that_ended_well_is_not_taken_up_without_a_word(tmp_path, caplog):
     assert "resume='never'" in caplog.text
 
 
+def test_a_coordinator_that_is_started_again_finds_what_its_driver_has_decided(tmp_path):
+    files = pyarrow.fs.LocalFileSystem()
+    old, new = (Record(path=f"checkpoint_{n}", origin="report", created_at_s=NOW_S - n) for n in (9000, 10))
+    anew = ACTIVE.changed(first_attempt=7, checkpoints=(old,))
+    for name, state, expected in (
+        ("before", ACTIVE.changed(checkpoints=(old,)), (0, False)),
+        ("anew", anew, (7, False)),
+        ("reported", anew.changed(checkpoints=(old, new)), (7, True)),
+        ("another's", anew.changed(driver=DRIVER.model_copy(update={"id": "two"})), (0, False)),
+    ):
+        StateFile(files, str(tmp_path / name)).save(state)
+        history = History(RunIdentity("run", str(tmp_path / name), files), "one")
+        asyncio.run(history.load())
+        assert (history.first_attempt, history.has_reported) == expected, name
+
+
 def test_a_state_that_cannot_be_read_says_nothing(tmp_path):
     (tmp_path / "ray_jax_ckpt").mkdir()
     (tmp_path / "ray_jax_ckpt" / "state.json").write_text("{")

@@ -14,9 +14,10 @@ from support import eventually
 
 import ray_jax_ckpt as rjc
 from ray_jax_ckpt import handover, session
-from ray_jax_ckpt.errors import NoCheckpointError
+from ray_jax_ckpt.errors import NoCheckpointError, RestoreError
 from ray_jax_ckpt.memory import fleet
 from ray_jax_ckpt.model.choice import Resume, Tier
+from ray_jax_ckpt.storage.state import current_state
 
 
 def state_of(step: int) -> dict:
@@ -133,6 +134,28 @@ def test_a_run_that_starts_anew_restores_nothing_old_keeps_it_and_outranks_it(ru
     run.resume = Resume()
     run.begin(copies=2)
     assert decided(run).stored.generation.step == 20
+
+
+def test_a_run_that_starts_anew_waits_until_it_is_known_what_is_old(run_of, disk):
+    run = run_of(every_n_steps=10, filesystem=disk.filesystem)
+    persisted(run, 30)
+    end_driver(run, stores=True)
+    run.resume = Resume("never")
+    disk.says("silent")
+    with pytest.raises(RestoreError, match="cannot be read"):
+        run.begin(copies=2)
+    disk.says("")
+    run.begin(copies=2)
+    assert (decided(run).located, decided(run).stored) == (None, None)
+    # Its own counts, also when nothing but storage is left to tell that it is its own.
+    persisted(run, 10)
+    eventually(lambda: any(one.step == 10 for one in current_state(run.filesystem, run.path).checkpoints), 30)
+    ray.kill(run.coordinator, no_restart=False)
+    for handle in run.stores().values():
+        ray.kill(handle)
+    eventually(lambda: not fleet.living_stores(run.run))
+    run.begin(copies=2)
+    assert decided(run).stored.generation.step == 10
 
 
 def test_a_run_that_has_to_go_on_says_what_it_looked_for(run_of, monkeypatch, tmp_path):

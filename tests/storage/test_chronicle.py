@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from ray_jax_ckpt.model.choice import Tier
 from ray_jax_ckpt.model.metrics import encode
 from ray_jax_ckpt.model.results import Status
@@ -99,6 +101,11 @@ def test_what_is_reported_follows_rays_list():
     assert {one.path for one in state.checkpoints} == {"ray_jax_ckpt/checkpoints/c1", "checkpoint_b"}
     # The same again changes nothing.
     assert with_rays_list(state, State(report_index=8), {}) == state
+
+
+@pytest.mark.parametrize("path", ["/elsewhere/checkpoint", "s3://other/checkpoint", "/runs/one/../two", "/runs/one"])
+def test_what_was_reported_from_elsewhere_is_not_of_the_run(path: str):
+    assert told(State(), "reported", path=path, metrics={}, validation=False) == State()
 
 
 def test_what_it_does_not_know_changes_nothing():

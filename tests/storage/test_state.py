@@ -215,9 +215,29 @@ def test_when_none_is_there_all_stay_listed(tmp_path: Path):
 
 def test_what_was_being_written_and_is_there_is_complete(tmp_path: Path):
     path = persisted(tmp_path, 5)
-    file_of(tmp_path).save(example(checkpoints=(Record(path=path, status=Status.PENDING),)))
+    # A store finishes what it has begun, also when nobody waits for it any more.
+    for status in (Status.PENDING, Status.FAILED, Status.TIMED_OUT):
+        file_of(tmp_path).save(example(checkpoints=(Record(path=path, status=status),)))
+        [record] = file_of(tmp_path).load().state.checkpoints
+        assert record.status is Status.COMPLETE
+    # But not what is going to be removed, or what somebody could not restore.
+    for state in (example(removing=(path,)), example(checkpoints=(Record(path=path, status=Status.LOST),))):
+        file_of(tmp_path).save(state)
+        assert not any(one.status.is_restorable for one in file_of(tmp_path).load().state.checkpoints)
+
+
+def test_what_is_no_unicode_keeps_no_state_from_being_written(tmp_path: Path):
+    state = example(checkpoints=(Record(path="checkpoint_\udcff", reason="\udcfe: no space", metrics={"a": math.inf}),))
+    file_of(tmp_path).save(state)
+    assert parse_state((tmp_path / STATE).read_bytes(), "") == state
+
+
+def test_directories_whose_names_cannot_be_read_are_passed_over(tmp_path: Path):
+    path = persisted(tmp_path, 5)
+    for parent in (tmp_path, (tmp_path / path).parent):
+        os.mkdir(os.fsencode(parent) + b"/checkpoint_\xff")
     [record] = file_of(tmp_path).load().state.checkpoints
-    assert record.status is Status.COMPLETE
+    assert record.path == path
 
 
 def test_storage_that_fails_says_nothing_of_what_is_there():
@@ -317,7 +337,17 @@ def test_taking_over_gives_up_what_was_being_written():
     assert taken.finished_at_s is None
     assert taken.driver is not None
     assert taken.driver.started_at_s > 100.0
-    assert taken.taken_over(taken.driver) is taken
+    assert taken.taken_over(taken.driver) == taken
+
+
+def test_a_coordinator_that_is_started_again_goes_on_with_its_drivers_state():
+    writing = Record(path="a", status=Status.PENDING)
+    state = State(driver=driver("one"), finished_at_s=5.0, first_attempt=3, checkpoints=(writing,))
+    taken = state.taken_over(driver("one", 200.0))
+    # What it was writing nobody finishes: whoever waits for that is not to wait for ever.
+    assert [record.status for record in taken.checkpoints] == [Status.FAILED]
+    assert (taken.driver, taken.finished_at_s, taken.first_attempt) == (state.driver, 5.0, 3)
+    assert taken.taken_over(driver("two")).first_attempt == 0
 
 
 # Crashes.
