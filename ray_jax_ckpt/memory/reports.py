@@ -12,7 +12,8 @@ import pyarrow.fs
 from ray_jax_ckpt.errors import CheckpointError, NoCheckpointError, RestoreTimeoutError, StorageError
 from ray_jax_ckpt.memory.messages import RunIdentity
 from ray_jax_ckpt.model.shards import Generation
-from ray_jax_ckpt.storage.filesystem import join
+from ray_jax_ckpt.storage.filesystem import join, with_names
+from ray_jax_ckpt.storage.inventory import REPORTED
 from ray_jax_ckpt.storage.reader import read_manifest
 from ray_jax_ckpt.storage.streams import Deadline, ask
 
@@ -54,6 +55,8 @@ class Reports:
     def told_of(self, path: str) -> None:
         """Something was reported to there, under whatever name."""
         self._extra.add(path.rstrip("/"))
+        # Under a name that was there before it is another one now.
+        self._known.pop(path.rstrip("/"), None)
 
     async def look(self, timeout_s: float) -> None:
         """Lists the run's directory again, for at most so long. Never raises."""
@@ -82,8 +85,10 @@ def _look(
 ) -> _Look:
     selector = pyarrow.fs.FileSelector(run_path, allow_not_found=True)
     infos = ask(lambda: filesystem.get_file_info(selector), f"Listing {run_path}", deadline)
-    directories = (info for info in infos if info.type == pyarrow.fs.FileType.Directory)
-    names = sorted({info.path.rstrip("/").rpartition("/")[2] for info in directories} - {OURS}, reverse=True)
+    directories = (info for info in with_names(infos) if info.type == pyarrow.fs.FileType.Directory)
+    names = {info.path.rstrip("/").rpartition("/")[2] for info in directories} - {OURS}
+    # Directories of somebody else crowd out none that have the names that Ray gives.
+    names = sorted(names, key=lambda name: (REPORTED.fullmatch(name) is not None, name), reverse=True)
     paths = [join(run_path, name) for name in names if not name.startswith(".")]
     look = _Look()
     for path in [*sorted(extra.intersection(paths)), *paths[:MAX_LOOKED_AT]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -65,6 +65,16 @@ def resolve(where: Any, filesystem: Any = None) -> Place:
     if filesystem is not None:
         return _on(_wrapped(filesystem), path)
     return _from_uri(path) if "://" in path else (pafs.LocalFileSystem(), _absolute(path))
+
+
+def with_names(infos: Iterable[pafs.FileInfo]) -> Iterator[pafs.FileInfo]:
+    """Those of what was listed that have names which can be read. What has none is none of this package's or Ray's."""
+    for info in infos:
+        try:
+            info.path  # noqa: B018
+        except UnicodeDecodeError:
+            continue
+        yield info
 
 
 def describe(filesystem: pafs.FileSystem, path: str) -> str:

@@ -12,7 +12,7 @@ import pyarrow.fs
 from ray_jax_ckpt.errors import CheckpointError, NoCheckpointError, RestoreTimeoutError, StorageError
 from ray_jax_ckpt.model.results import Status
 from ray_jax_ckpt.storage.files import exists
-from ray_jax_ckpt.storage.filesystem import describe, join, reading
+from ray_jax_ckpt.storage.filesystem import describe, join, reading, with_names
 from ray_jax_ckpt.storage.manifest import FOLDER, Manifest
 from ray_jax_ckpt.storage.reader import lacking, read_manifest
 from ray_jax_ckpt.storage.records import Origin, Record, State
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 REPORTED = re.compile(r"checkpoint_.+")
 """Names that Ray gives to the directories of what is reported."""
+_UNFINISHED = (Status.PENDING, Status.FAILED, Status.TIMED_OUT)
 
 
 def reconciled(
@@ -41,7 +42,8 @@ def reconciled(
     persisted = {path for path in _below(directories(filesystem, run_path), run_path) if not is_temporary(path)}
     reported = reported_directories(filesystem, run_path)
     kept, notes = _without_lost(state.checkpoints, persisted | reported)
-    known = {record.path for record in kept if record.status is not Status.PENDING} | set(state.removing)
+    # What was given up may have been finished all the same, by a store that was hanging or had lost its coordinator.
+    known = {record.path for record in kept if record.status not in _UNFINISHED} | set(state.removing)
     found = [found_record(filesystem, run_path, path, "persist") for path in sorted(persisted - known)]
     # Their names hold the time.
     reports = [found_record(filesystem, run_path, path, "report") for path in sorted(reported - known) if whole]
@@ -140,7 +142,7 @@ def reported_directories(filesystem: pyarrow.fs.FileSystem, run_path: str) -> se
     infos = filesystem.get_file_info(pyarrow.fs.FileSelector(run_path, allow_not_found=True))
     return {
         info.base_name
-        for info in infos
+        for info in with_names(infos)
         if info.type == pyarrow.fs.FileType.Directory and REPORTED.fullmatch(info.base_name)
     }
 

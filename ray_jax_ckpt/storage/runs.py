@@ -12,6 +12,7 @@ import pyarrow.fs
 from ray_jax_ckpt.errors import CheckpointError
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.storage.files import TEMPORARY, exists
+from ray_jax_ckpt.storage.filesystem import with_names
 from ray_jax_ckpt.storage.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_manifest
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def directories(filesystem: pyarrow.fs.FileSystem, run_path: str) -> list[str]:
         found = filesystem.get_file_info(selector)
     except FileNotFoundError:
         return []
-    return [info.path.rstrip("/") for info in found if info.type == pyarrow.fs.FileType.Directory]
+    return [info.path.rstrip("/") for info in with_names(found) if info.type == pyarrow.fs.FileType.Directory]
 
 
 def is_temporary(path: str) -> bool:
