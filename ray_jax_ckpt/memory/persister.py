@@ -59,6 +59,7 @@ class Persister:
         self._ledger, self._config, self._run, self._stored, self._record = ledger, config, run, stored, record
         self._preempted: set[tuple[int, int]] = set()
         self._progress = Progress(None, time.monotonic())
+        self._restored: Generation | None = None
         self._wanted = ""
         self._writing: asyncio.Task[None] | None = None
         self._not_before = 0.0
@@ -72,7 +73,7 @@ class Persister:
 
     def begin_group(self, generation: Generation | None, members: Iterable[Member]) -> None:
         """A group begins: steps count from what it restores, and its nodes have to have the same storage."""
-        self._progress = replace(self._progress, generation=generation)
+        self._progress, self._restored = replace(self._progress, generation=generation), generation
         names = {member.node_id: self._ledger.roster.name(member) for member in members}
         handles = self._ledger.roster.among(names.values())
         self._shared.begin({node: handles[name] for node, name in names.items() if name in handles})
@@ -118,7 +119,8 @@ class Persister:
 
     async def settle(self) -> str:
         """Writes what is due, the last complete generation of the run included. Returns what is not on storage."""
-        self._ending = True
+        # Storage that has failed for long may be well again, and nobody waits longer than he must.
+        self._ending, self._not_before = True, 0.0
         await self._await_group()
         # What stores have reported last may still be under way.
         await self._ledger.pulse.ask_all(list(self._ledger.books.domains))
@@ -186,7 +188,7 @@ class Persister:
 
     def _later(self, why: str, times: int) -> float:
         """Has the newest complete generation written after a pause that grows with `times`; returns that."""
-        pause = persistence.pause_s(times)
+        pause = persistence.pause_s(times, ending=self._ending)
         self._wanted, self._not_before = self._wanted or why, time.monotonic() + pause
         asyncio.get_running_loop().call_later(pause + 0.01, self._begin)
         return pause
@@ -271,7 +273,8 @@ class Persister:
         return {path: record for share in found for path, record in share.items()}
 
     def _prune(self) -> None:
-        for one in persistence.superfluous(self._config, self._stored.known.values()):
+        known, attempt = self._stored.known.values(), self._ledger.books.attempt
+        for one in persistence.superfluous(self._config, known, self._restored, attempt):
             del self._stored.known[one.generation]
             self._record("superfluous", step=one.generation.step, path=one.path)
             self._removals.add(Removal(one.path, "remove_checkpoint", one.generation.step))

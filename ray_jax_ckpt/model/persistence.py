@@ -13,8 +13,10 @@ from ray_jax_ckpt.model.shards import Generation
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
 
 
-def pause_s(failures: int) -> float:
-    """How long to wait after so many failures in a row, at least one."""
+def pause_s(failures: int, *, ending: bool = False) -> float:
+    """How long to wait after so many failures in a row, at least one; not long when the run is `ending`."""
+    if ending:
+        return FIRST_PAUSE_S
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1))
 
 
@@ -64,10 +66,23 @@ def is_due(config: PersistConfig, generation: Generation, progress: Progress, no
     return generation.step // config.every_n_steps > base // config.every_n_steps
 
 
-def superfluous(config: PersistConfig, found: Iterable[Persisted]) -> list[Persisted]:
-    """Checkpoints that are to be removed, oldest first. The newest one never is."""
+def superfluous(
+    config: PersistConfig, found: Iterable[Persisted], restored: Generation | None = None, attempt: int = 0
+) -> list[Persisted]:
+    """Checkpoints that are to be removed, oldest first. The newest one never is.
+
+    Args:
+        config: What stays.
+        found: All.
+        restored: What the present attempt restores. It may be read still, and what is newer may be what earlier
+            attempts have crashed with: it stays until there is one of this attempt.
+        attempt: The present one.
+    """
     known = {str(one.generation): one for one in found}
-    return [known[entry.key] for entry in results.superfluous(policy_of(config), map(_entry, known.values()))]
+    got_on = any(one.generation.attempt >= attempt for one in known.values())
+    protected = frozenset[str]() if restored is None or got_on else frozenset({str(restored)})
+    entries = map(_entry, known.values())
+    return [known[entry.key] for entry in results.superfluous(policy_of(config), entries, protected)]
 
 
 def policy_of(config: PersistConfig) -> results.Policy:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ray_jax_ckpt.config import PersistConfig
 from ray_jax_ckpt.errors import ConfigError
-from ray_jax_ckpt.model.persistence import Persisted, Progress, is_due, superfluous
+from ray_jax_ckpt.model.persistence import Persisted, Progress, is_due, pause_s, superfluous
 from ray_jax_ckpt.model.shards import Generation
 
 
@@ -98,6 +98,21 @@ def test_the_newest_always_stays_and_no_more_go_than_must(scores, keep, order, a
     assert not gone or len(counted) >= keep
     # What is left decides the same again.
     assert superfluous(config, left) == []
+
+
+def test_what_the_present_attempt_restores_stays_until_the_attempt_has_one_of_its_own():
+    config = PersistConfig(num_to_keep=1)
+    # Step 12 came after 10, and attempts crashed with it: the third one restores 10 while 12 is still being written.
+    found = persisted((10, None), (12, None))
+    assert steps(superfluous(config, found)) == [10]
+    assert superfluous(config, found, generation(10), 3) == []
+    found.append(Persisted(generation(11, attempt=3)))
+    assert steps(superfluous(config, found, generation(10), 3)) == [10, 12]
+
+
+def test_pauses_grow_unless_the_run_is_ending():
+    assert [pause_s(n) for n in (1, 2, 3, 100)] == [2.0, 4.0, 8.0, 300.0]
+    assert pause_s(100, ending=True) == 2.0
 
 
 def test_settings_that_cannot_work_are_refused():
