@@ -82,9 +82,25 @@ def kept(metrics: Mapping[Any, Any]) -> dict[str, Any]:
             plain |= stored({name: value})
         except Exception as error:
             # Values of users raise what they like.
-            logger.warning("The metric %r is kept as text: %s", name, error)
-            plain[ascii(name)[:200] if not isinstance(name, str) else name] = ascii(value)[:MAX_TEXT]
+            said = name if _is_text(name) else _as_text(name)[:200]
+            logger.warning("The metric %r is kept as text: %s", said, error)
+            plain[said] = _as_text(value)
     return plain
+
+
+def _is_text(name: Any) -> bool:
+    try:
+        return isinstance(name, str) and bool(_text(name, "names"))
+    except ConfigError:
+        return False
+
+
+def _as_text(value: Any) -> str:
+    try:
+        return ascii(value)[:MAX_TEXT]
+    except Exception as error:
+        # Of an integer that has very many digits too.
+        return f"{type(value).__name__} that cannot be shown ({type(error).__name__})"
 
 
 def _plain(value: Any, path: str, defer: bool, depth: int) -> Any:

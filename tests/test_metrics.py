@@ -131,6 +131,12 @@ def test_where_it_is_too_late_to_refuse_there_is_text(caplog: pytest.LogCaptureF
     assert "'all' is kept as text" in caplog.text
 
 
+def test_what_cannot_even_be_shown_is_named_by_its_type():
+    found = kept({"huge": 10**5000, "größe": object, "\ud800": 1, "loss": 2.0})
+    assert found["huge"] == "int that cannot be shown (ValueError)"
+    assert (found["größe"], found["'\\ud800'"], found["loss"]) == ("<class 'object'>", "1", 2.0)
+
+
 def test_needs_neither_jax_nor_ray():
     code = "import sys, ray_jax_ckpt; ray_jax_ckpt.to_metrics({'a': 1}); print({'jax', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

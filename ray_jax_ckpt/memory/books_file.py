@@ -202,7 +202,10 @@ class BooksFile:
 
 def _all(state: State, changes: list[Callable[[State], State]]) -> State:
     for change in changes:
-        state = change(state)
+        try:
+            state = change(state)
+        except Exception:
+            logger.exception("The run's state does not have an event that came before it was read.")
     return state
 
 

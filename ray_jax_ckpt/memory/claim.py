@@ -99,7 +99,7 @@ def claim(run: str, start: Callable[[], ActorHandle], *, called: str, patience_s
     Raises:
         RunInUseError: Another driver lives and trains this run.
     """
-    begun, answered_at_s = time.monotonic(), None
+    begun, answered_at_s, lost = time.monotonic(), None, False
     while True:
         try:
             return start()
@@ -112,8 +112,10 @@ def claim(run: str, start: Callable[[], ActorHandle], *, called: str, patience_s
         if heard is not None and heard.answers:
             answered_at_s = answered_at_s or now
             late = now - answered_at_s > ASSURANCE_S
-        if late:
+        # Who is not found has most often just given the name up.
+        if late and (known is not None or lost):
             _decide(called, known, heard, taken)
+        lost = known is None
         time.sleep(POLL_S)
 
 

@@ -48,6 +48,18 @@ class Controlled(Crew):
         self.coordinator = ray.get(self.controller.claim.remote(self.run), timeout=60)
 
 
+def test_a_name_that_becomes_free_in_the_last_moment_is_taken(nodes, run):
+    tries = []
+
+    def start():
+        tries.append(run)
+        if len(tries) < 2:
+            raise ValueError("the name is taken")
+        return "started"
+
+    assert claim(run, start, called="The run", patience_s=0.0) == "started"
+
+
 def test_a_second_driver_is_refused_while_the_first_lives_and_takes_over_when_it_is_dead(nodes, pool, run):
     crew = Controlled(run, nodes[:2], pool)
     crew.begin()
