@@ -122,6 +122,11 @@ class Chooser:
         reports = self._stored.reports.look(min(timeout_s, LOOK_S))
         await asyncio.gather(self.history.load(), self._stored.look_back(timeout_s), reports)
 
+    @property
+    def latest_attempt(self) -> int:
+        """The highest that storage knows of, when it was last looked at."""
+        return max(self._stored.latest_attempt, self.history.latest_attempt)
+
     async def choose(self, attempt: int) -> Choice:
         """The newest of memory and storage, verified; but not what two attempts have crashed with.
 

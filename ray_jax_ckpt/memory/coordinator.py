@@ -157,8 +157,8 @@ class Coordinator:
         async with self._deciding, ledger.keeping():
             ledger.members = members
             await self._chooser.look()
-            # Not one that is on storage again, if no store has lived on to tell of it.
-            ledger.books = books_.attempts_known(ledger.books, self._stored.latest_attempt)
+            # Not one that storage knows of again, if no store has lived on to tell of it.
+            ledger.books = books_.attempts_known(ledger.books, self._chooser.latest_attempt)
             while True:
                 attempt = ledger.books.attempt + 1
                 await ledger.refresh(attempt)

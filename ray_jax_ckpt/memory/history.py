@@ -68,13 +68,20 @@ class History:
     async def _load(self, filesystem: pyarrow.fs.FileSystem) -> None:
         try:
             found = await asyncio.to_thread(_read, filesystem, join(self._run.path, STATE))
-            if found is not None and found.driver is not None and found.driver.id == self._driver:
+            mine = found is not None and found.driver is not None and found.driver.id == self._driver
+            if mine:
                 self.own = found
+            if found is None or mine:
                 found = await asyncio.to_thread(_read, filesystem, join(self._run.path, PREVIOUS))
             self.state = found
         except Exception as error:
             # Filesystems of users raise what they like, and most often there is no state yet.
             logger.debug("No state of %s: %r", self._run.path, error)
+
+    @property
+    def latest_attempt(self) -> int:
+        """The highest that began; 0 if none did. It may have left nothing else."""
+        return max((one.attempt for one in self.state.attempts), default=0) if self.state is not None else 0
 
     def warn_of_rival(self) -> None:
         """Says so when another Ray cluster may be training this run. On this one nobody else does."""

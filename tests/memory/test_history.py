@@ -10,7 +10,7 @@ import pytest
 from ray_jax_ckpt.memory.history import RECENT_S, History, rival
 from ray_jax_ckpt.memory.messages import RunIdentity
 from ray_jax_ckpt.storage.records import AttemptRecord, Driver, Record, State
-from ray_jax_ckpt.storage.state import StateFile
+from ray_jax_ckpt.storage.state import STATE, StateFile
 
 NOW_S = 2e9
 DRIVER = Driver(id="one", host="far-away", pid=4711, job_id="07", started_at_s=NOW_S - 5000)
@@ -80,3 +80,15 @@ def test_a_state_that_cannot_be_read_says_nothing(tmp_path):
     history = History(RunIdentity("run", str(tmp_path), pyarrow.fs.LocalFileSystem()), "me")
     asyncio.run(history.load())
     assert history.state is None
+
+
+def test_attempts_are_known_from_the_state_before_when_the_newest_is_damaged(tmp_path):
+    files, attempts = pyarrow.fs.LocalFileSystem(), (AttemptRecord(attempt=4, started_at_s=NOW_S),)
+    file = StateFile(files, str(tmp_path))
+    for state in (ACTIVE.changed(attempts=attempts), ACTIVE.changed(attempts=attempts)):
+        file.save(state)
+    (tmp_path / STATE).write_text("{")
+    history = History(RunIdentity("run", str(tmp_path), files), "me")
+    assert history.latest_attempt == 0
+    asyncio.run(history.load())
+    assert history.latest_attempt == 4
