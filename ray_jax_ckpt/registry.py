@@ -72,7 +72,7 @@ class Registry:
             checkpoint_config.checkpoint_score_attribute,
             checkpoint_config.checkpoint_score_order or "max",  # pyright: ignore[reportArgumentType]
         )
-        self._lock = threading.RLock()
+        self._lock, self._writer = threading.RLock(), object()
         self._waiters = Waiters()
         self._saver = saver_of(StateFile(self._filesystem, self._run_path))
         self._remover = Remover(
@@ -336,7 +336,7 @@ class Registry:
         self._take(loaded.state)
         self._announce(loaded)
         if self._base.removing:
-            self._remover.remove(self._base.removing, self._saver.put(self._state()))
+            self._remover.remove(self._base.removing, self._saver.put(self._state(), self._writer))
 
     def _announce(self, loaded: Loaded) -> None:
         where = describe(self._filesystem, join(self._run_path, STATE))
@@ -362,7 +362,7 @@ class Registry:
         doomed = [entry.key for entry in results.superfluous(self._policy, self._entries())]
         self._drop(set(doomed))
         self._base = self._base.changed(removing=(*self._base.removing, *doomed))
-        saved = self._saver.put(self._state())
+        saved = self._saver.put(self._state(), self._writer)
         if doomed:
             logger.info("These checkpoints are superfluous and will be removed: %s.", ", ".join(doomed))
             self._remover.remove(doomed, saved)
@@ -371,7 +371,7 @@ class Registry:
     def _is_removed(self, path: str) -> None:
         with self._lock:
             self._base = self._base.changed(removing=tuple(one for one in self._base.removing if one != path))
-            self._saver.put(self._state())
+            self._saver.amend(self._state(), self._writer)
 
     def _drop(self, paths: set[str]) -> None:
         if not paths:

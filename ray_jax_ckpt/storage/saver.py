@@ -36,9 +36,20 @@ class StateSaver:
         self._waiting: list[Future[None]] = []
         self._writing = self._closed = False
         self._thread: threading.Thread | None = None
+        self._writer: object = None
 
-    def put(self, state: State) -> Future[None]:
+    def amend(self, state: State, writer: object) -> None:
+        """Has a state written, unless another writer's came after this one's last: that one's knows more."""
+        with self._changed:
+            if self._writer is writer:
+                self.put(state, writer)
+
+    def put(self, state: State, writer: object = None) -> Future[None]:
         """Has a state written. One that waits still is passed over for it.
+
+        Args:
+            state: All of it.
+            writer: Whose it is, by identity.
 
         Returns:
             Done when this state, or a later one, is on storage; with an error when no later one will be.
@@ -48,7 +59,7 @@ class StateSaver:
             if self._closed:
                 outcome.set_exception(StaleDriverError(self.problem or "The run's state is closed."))
                 return outcome
-            self._next = state
+            self._next, self._writer = state, writer
             self._waiting.append(outcome)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rjc-state", daemon=True)

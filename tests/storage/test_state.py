@@ -454,6 +454,18 @@ def test_flushing_says_what_is_not_there():
         outcome.result(1)
 
 
+def test_what_is_amended_replaces_no_state_of_another_writer(tmp_path: Path):
+    saver, one, two = StateSaver(StateFile(LOCAL, str(tmp_path))), object(), object()
+    saver.put(State(report_index=1), one)
+    saver.amend(State(report_index=2), one)
+    saver.flush(10)
+    assert saver.file.load().state.report_index == 2
+    saver.put(State(report_index=3), two)
+    saver.amend(State(report_index=2), one)
+    saver.flush(10)
+    assert saver.file.load().state.report_index == 3
+
+
 def test_a_saver_whose_run_was_taken_over_ends(tmp_path: Path, caplog: Any):
     saver = StateSaver(file_of(tmp_path))
     saver.put(State(driver=driver("one"))).result(10)
