@@ -151,7 +151,9 @@ class Chooser:
         self._say(attempt, found, begun)
         if not self.trials:
             self._say_first(found)
-        self._chosen, self._preempted = found.generation, False
+        # Of what the user named there is no older one to go back to.
+        is_own = stored is not None or located is not None
+        self._chosen, self._preempted = found.generation if is_own else None, False
         self._keep(Trial(attempt, newest=found.generation))
         return found
 

@@ -21,6 +21,8 @@ from ray_jax_ckpt.storage.streams import ASK_S, Deadline, ask
 
 logger = logging.getLogger(__name__)
 
+MAX_LATE = 2
+
 
 @dataclass
 class _Listing:
@@ -125,7 +127,8 @@ class Stored:
     ) -> StoredPlace | None:
         """The newest checkpoint that is whole, as far as a listing tells, and better than what memory has.
 
-        Digests are compared while it is read; see `suspect`. Waits for storage at most `timeout_s` for each.
+        Digests are compared while it is read; see `suspect`. Waits for storage at most `timeout_s` for each, and for
+        no more when `MAX_LATE` of them have not been shown by then: storage hangs, and there may be thousands.
 
         Args:
             in_memory: What memory has.
@@ -139,15 +142,19 @@ class Stored:
         filesystem = self._run.filesystem
         if filesystem is None:
             return None
-        unread = self._unread
+        unread, num_late = self._unread, 0
         for generation, tier, path in self._offers(avoided):
             if in_memory is not None and rank(generation, avoided) <= rank(in_memory, avoided):
+                break
+            if num_late >= MAX_LATE:
+                logger.warning("The checkpoint %s and older ones are not looked at: storage is too slow.", path)
                 break
             look = asyncio.to_thread(_look_at, filesystem, path)
             try:
                 problem, created_at_s = await asyncio.wait_for(look, timeout_s)
             except (TimeoutError, StorageError, RestoreTimeoutError) as error:
                 # It may be whole: not for good.
+                num_late += not isinstance(error, StorageError)
                 unread = f"{path}: {error or f'storage did not show it within {timeout_s:g} s'}"
                 logger.warning("The checkpoint %s is passed over this time, since it cannot be read: %s", path, error)
                 continue
