@@ -122,7 +122,7 @@ def test_a_timeout_that_is_none_is_refused(run, timeout_s):
 
 @pytest.mark.parametrize("metrics", [[1], 3, {1: 0.5}, "loss"], ids=repr)
 def test_metrics_are_named_numbers(run, metrics):
-    with pytest.raises(ConfigError, match="metrics takes a dictionary by name|Metrics have names that are text"):
+    with pytest.raises(ConfigError, match=r"metrics takes a dictionary by name|Metrics have names that are text"):
         run.snapshot({}, metrics=metrics)
 
 
