@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from ray_jax_ckpt.errors import ConfigError
 
 ResumeMode = Literal["auto", "never", "must"]
 """What becomes of a run that has been there before. See `CheckpointManager`."""
+
+
+def positive_s(timeout_s: Any) -> float:
+    """A `timeout_s` as a caller gave it. Raises ConfigError if it is no positive number of seconds."""
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
+        raise ConfigError(f"timeout_s takes a positive number of seconds, or None for the default: got {timeout_s!r}.")
+    return timeout_s
 
 
 class _Settings(BaseModel):
@@ -23,6 +31,15 @@ class _Settings(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # True is 1 to pydantic, and no number to whoever wrote it.
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {wanted, *get_args(wanted)}:
+            raise ValueError("should be a number, and no bool")
+        return value
 
     def __init__(self, **settings: Any) -> None:
         try:
@@ -41,8 +58,11 @@ class _Settings(BaseModel):
     def _say(cls, detail: Any) -> str:
         name = ".".join(map(str, detail["loc"])) or "settings"
         if detail["type"] != "extra_forbidden":
-            return f"{cls.__name__}({name}={detail['input']!r}): {detail['msg'].removeprefix('Input ')}."
-        near = difflib.get_close_matches(name, cls.model_fields, 1, 0.5)
+            said = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
+            return f"{cls.__name__}({name}={detail['input']!r}): {said}."
+        near = [one for one in cls.model_fields if one.startswith(f"{name}_")][:1] or difflib.get_close_matches(
+            name, cls.model_fields, 1, 0.5
+        )
         known = f"did you mean {near[0]}?" if near else f"there are {', '.join(cls.model_fields)}."
         return f"{cls.__name__} has no setting {name!r}; {known}"
 

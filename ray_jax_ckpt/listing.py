@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,18 +10,23 @@ from typing import Any, Literal
 
 import pyarrow.fs
 
+from ray_jax_ckpt.config import positive_s
 from ray_jax_ckpt.errors import ConfigError, SnapshotTimeoutError
 from ray_jax_ckpt.model.results import Policy, Status
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.storage.chronicle import not_settled, pending_of
 from ray_jax_ckpt.storage.files import remove_tree
-from ray_jax_ckpt.storage.filesystem import join, reading, resolve
+from ray_jax_ckpt.storage.filesystem import Place, describe, is_place, join, reading, resolve
 from ray_jax_ckpt.storage.inventory import problem_of
 from ray_jax_ckpt.storage.manifest import MANIFEST
 from ray_jax_ckpt.storage.ray_state import rebuild
 from ray_jax_ckpt.storage.records import Origin, Record, State
+from ray_jax_ckpt.storage.run_checkpoints import by_age
+from ray_jax_ckpt.storage.run_directory import check_run
 from ray_jax_ckpt.storage.runs import directories, find_unfinished
 from ray_jax_ckpt.storage.state import current_state
+
+logger = logging.getLogger(__name__)
 
 LISTINGS = 5
 POLL_S = 1.0
@@ -78,7 +84,8 @@ def checkpoints(
         filesystem: Of pyarrow or fsspec, that a path is on.
 
     Raises:
-        ConfigError: `run` is nothing of that kind, or `status` or `consistency`.
+        ConfigError: `run` is nothing of that kind, or `status`, `consistency` or `timeout_s`.
+        NoCheckpointError: There is no such directory. One that is there and no run's is warned of.
         NoSessionError: `run` is None, and this is no train function of a run with a `CheckpointManager`.
         SnapshotTimeoutError: It was not as consistent in time. The message says what is pending.
         StorageError: The storage cannot be read.
@@ -89,14 +96,29 @@ def checkpoints(
             f"checkpoints(status={status!r}, consistency={consistency!r}): status is 'restorable' or 'all', "
             "consistency 'committed', 'validated' or None."
         )
-    bound = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    files, path, state = _of_train_function(consistency, bound) if run is None else (*resolve(run, filesystem), None)
+    bound = DEFAULT_TIMEOUT_S if timeout_s is None else positive_s(timeout_s)
+    files, path, state = _of_train_function(consistency, bound) if run is None else (*_place_of(run, filesystem), None)
     with reading(f"Listing the checkpoints of {path}"):
         if state is None:
             state = _settled(files, path, consistency, bound)
         found = _looked_at(files, path, state)
     wanted = [record for record in found if status == "all" or record.status.is_restorable]
     return [_info(files, path, record) for record in wanted]
+
+
+def _place_of(run: Any, filesystem: Any) -> Place:
+    """Where a run is. What is no run's directory is warned of, since whoever gave it looks for something."""
+    if not is_place(run):
+        raise ConfigError(
+            f"{run!r:.200} is no run. Give its directory, <storage_path>/<name>, as a path, a URI or a (path, "
+            "filesystem) pair, or the Result of its fit()."
+        )
+    place = resolve(run, filesystem)
+    with reading(f"Looking for the run {describe(*place)}"):
+        problem = check_run(*place)
+    if problem:
+        logger.warning("%s", problem)
+    return place
 
 
 def _settled(files: pyarrow.fs.FileSystem, path: str, consistency: str | None, timeout_s: float) -> State:
@@ -117,7 +139,7 @@ def _looked_at(files: pyarrow.fs.FileSystem, path: str, state: State) -> list[Re
     found: list[Record] = []
     for _ in range(LISTINGS):
         before = set(directories(files, path))
-        found = [_checked(files, path, record) for record in sorted(state.checkpoints, key=_age)]
+        found = by_age(_checked(files, path, record) for record in state.checkpoints)
         if before == set(directories(files, path)):
             break
         state = current_state(files, path)
@@ -137,11 +159,6 @@ def _of_train_function(consistency: str | None, timeout_s: float) -> tuple[pyarr
 def _checked(files: pyarrow.fs.FileSystem, run_path: str, record: Record) -> Record:
     problem = problem_of(files, join(run_path, record.path)) if record.status.is_restorable else ""
     return record.model_copy(update={"status": Status.LOST, "reason": problem}) if problem else record
-
-
-def _age(record: Record) -> tuple[bool, Generation, int, str]:
-    generation = Generation.parse(record.generation) if record.generation else Generation(0, 0, 0)
-    return record.generation is not None, generation, record.report_index or 0, record.path
 
 
 def _info(files: pyarrow.fs.FileSystem, run_path: str, record: Record) -> CheckpointInfo:
@@ -165,9 +182,10 @@ def remove_unfinished(run: Any, *, dry_run: bool = True, filesystem: Any = None)
 
     Raises:
         ConfigError: `run` is nothing of that kind.
+        NoCheckpointError: There is no such directory.
         StorageError: The storage cannot be read, or does not let them go.
     """
-    files, path = resolve(run, filesystem)
+    files, path = _place_of(run, filesystem)
     with reading(f"Removing what is unfinished of {path}"):
         found = sorted(find_unfinished(files, path))
         for where in () if dry_run else found:
@@ -199,10 +217,16 @@ def rebuild_ray_state(
         The directories of what was listed anew, worst first; none if nothing was wrong.
 
     Raises:
-        ConfigError: `run` is nothing of that kind.
+        ConfigError: `run` is nothing of that kind, or the score is none.
+        NoCheckpointError: There is no such directory.
         StorageError: The storage cannot be read, or does not take the file.
     """
-    files, path = resolve(run, filesystem)
+    if score_order not in ("max", "min") or not isinstance(score_attribute, str | None):
+        raise ConfigError(
+            f"rebuild_ray_state(score_attribute={score_attribute!r}, score_order={score_order!r}): score_attribute is "
+            "the name of a metric or None, score_order 'max' or 'min'."
+        )
+    files, path = _place_of(run, filesystem)
     known = current_state(files, path).checkpoints
     policy = Policy(None, score_attribute, score_order)
     with reading(f"Making Ray's list of {path} anew"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from ray.train import CheckpointConsistencyMode
 from ray_jax_ckpt import _ray_compat
 from ray_jax_ckpt.arrays.assemble import Assembler, Options
 from ray_jax_ckpt.checkpoint import SnapshotCheckpoint, UndecidedCheckpoint, undecided
+from ray_jax_ckpt.config import positive_s
 from ray_jax_ckpt.data_state import Reshard, decode_states
 from ray_jax_ckpt.errors import (
     ConfigError,
@@ -142,7 +142,7 @@ def restore(
         NotSupportedError: A newer version of this package wrote it, or an Orbax that is too old.
     """
     if not isinstance(checkpoint, SnapshotCheckpoint | UndecidedCheckpoint) and is_place(checkpoint):
-        bound = None if timeout_s is None else _positive(timeout_s)
+        bound = None if timeout_s is None else positive_s(timeout_s)
         wish = Wish(abstract_state, data, partial, cast, shardings, reshard_data, filesystem, bound)
         return restore_stored(checkpoint, wish, current_or_none(), _ask)
     handle = _snapshot_of(checkpoint)
@@ -220,13 +220,7 @@ def known_checkpoints(consistency: str | None, timeout_s: float) -> tuple[tuple[
 
 
 def _bound(session: Session, timeout_s: Any) -> float:
-    return session.config.timeout_s if timeout_s is None else _positive(timeout_s)
-
-
-def _positive(timeout_s: Any) -> float:
-    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
-        raise ConfigError(f"timeout_s takes a positive number of seconds, or None for the run's: got {timeout_s!r}.")
-    return timeout_s
+    return session.config.timeout_s if timeout_s is None else positive_s(timeout_s)
 
 
 def _snapshot_of(checkpoint: Any) -> SnapshotCheckpoint:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ray_jax_ckpt import CheckpointManager
 from ray_jax_ckpt.config import SnapshotConfig
 from ray_jax_ckpt.errors import ConfigError
 
@@ -28,7 +29,13 @@ def test_frozen() -> None:
 
 @pytest.mark.parametrize(
     ("setting", "near"),
-    [("every_n_step", "every_n_steps"), ("copys", "copies"), ("timeout", "timeout_s"), ("on_bussy", "on_busy")],
+    [
+        ("every_n_step", "every_n_steps"),
+        ("copys", "copies"),
+        ("timeout", "timeout_s"),
+        ("on_bussy", "on_busy"),
+        ("every", "every_n_steps"),
+    ],
 )
 def test_misspelt_setting_is_named_with_the_nearest_one(setting: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"SnapshotConfig has no setting '{setting}'; did you mean {near}\?"):
@@ -47,6 +54,9 @@ def test_a_setting_like_no_other_is_answered_with_all_of_them() -> None:
     [
         ("every_n_steps", 0, "greater than or equal to 1"),
         ("every_n_steps", 2.5, "valid integer"),
+        ("every_n_steps", True, "no bool"),
+        ("timeout_s", True, "no bool"),
+        ("max_bytes", True, "no bool"),
         ("copies", 0, "greater than or equal to 1"),
         ("max_bytes", 0, "greater than 0"),
         ("staging", "pinned", "'host' or 'device'"),
@@ -70,6 +80,13 @@ def test_value_that_cannot_work_is_refused_by_name(setting: str, value: Any, why
 @pytest.mark.parametrize(("setting", "value"), [("max_bytes", None), ("max_bytes", 1), ("failure_domain", "rack")])
 def test_edges_that_work(setting: str, value: Any) -> None:
     assert getattr(SnapshotConfig(**{setting: value}), setting) == value
+
+
+def test_a_class_in_place_of_its_settings_is_said_plainly() -> None:
+    with pytest.raises(ConfigError, match=r"got the class SnapshotConfig; make one: SnapshotConfig\(\)\."):
+        CheckpointManager(SnapshotConfig)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"takes a PersistConfig, got 5 of type int\."):
+        CheckpointManager(persist=5)  # pyright: ignore[reportArgumentType]
 
 
 def test_pickles_equal() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ray_jax_ckpt.model import metrics as metrics_
 from ray_jax_ckpt.model.results import Status
 from ray_jax_ckpt.storage.manifest import check_path
-from ray_jax_ckpt.storage.records import AttemptRecord, Record, State, Tier
+from ray_jax_ckpt.storage.records import GONE, AttemptRecord, Record, State, Tier
 
 MAX_FAILURES = 32
 """So many checkpoints that came to nothing are remembered."""
@@ -40,8 +40,8 @@ def with_rays_list(state: State, listed: State, found: Mapping[str, Record]) -> 
     """
     known = {record.path: record for record in state.checkpoints if record.origin == "report"}
     others = [one for one in state.checkpoints if one.origin != "report"]
-    # One that Ray has not listed yet is on its way there.
-    coming = [one for one in known.values() if one.report_index is None]
+    # One that Ray has not listed yet is on its way there, unless Ray has removed it since.
+    coming = [one for one in known.values() if one.report_index is None and one.reason != GONE]
     paths = {record.path for record in listed.checkpoints}
     merged = [_merged(known.get(one.path), one, found.get(one.path)) for one in listed.checkpoints]
     return state.changed(

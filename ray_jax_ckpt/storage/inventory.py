@@ -15,7 +15,7 @@ from ray_jax_ckpt.storage.files import exists
 from ray_jax_ckpt.storage.filesystem import describe, join, reading, with_names
 from ray_jax_ckpt.storage.manifest import FOLDER, Manifest
 from ray_jax_ckpt.storage.reader import lacking, read_manifest
-from ray_jax_ckpt.storage.records import Origin, Record, State
+from ray_jax_ckpt.storage.records import GONE, Origin, Record, State
 from ray_jax_ckpt.storage.runs import directories, is_temporary
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def problem_of(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
     """
     with reading(f"Looking at {describe(filesystem, path)}"):
         if not exists(filesystem, path):
-            return "it is gone"
+            return GONE
         if not exists(filesystem, join(path, FOLDER)):
             return ""
     try:

@@ -19,10 +19,9 @@ from ray_jax_ckpt.storage.files import write_whole
 from ray_jax_ckpt.storage.filesystem import describe, join, reading
 from ray_jax_ckpt.storage.inventory import found_record, reported_directories
 from ray_jax_ckpt.storage.records import MAX_STATE_BYTES, Record, State, parse_state
+from ray_jax_ckpt.storage.run_directory import RAY_STATE
 
 logger = logging.getLogger(__name__)
-
-RAY_STATE = "checkpoint_manager_snapshot.json"
 
 
 def read_ray_state(filesystem: pyarrow.fs.FileSystem, run_path: str) -> State | None:

@@ -20,6 +20,9 @@ MAX_STATE_BYTES = 256 << 20
 MAX_ATTEMPTS = 32
 """So many attempts are remembered."""
 
+GONE = "it is gone"
+"""Why a checkpoint is lost that is not there any more."""
+
 Origin = Literal["persist", "report"]
 Tier = Literal["memory", "storage", "ray"]
 

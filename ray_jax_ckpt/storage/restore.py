@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,14 @@ from ray_jax_ckpt.arrays.assemble import Assembler, Options
 from ray_jax_ckpt.arrays.skeleton import Skeleton
 from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError
 from ray_jax_ckpt.model.leaves import LeafSpec
-from ray_jax_ckpt.storage.filesystem import Place, describe, join, resolve
+from ray_jax_ckpt.storage.filesystem import Place, describe, join, resolve, with_names
 from ray_jax_ckpt.storage.foreign import TREE, Foreign, find_tree, unfinished
 from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST
 from ray_jax_ckpt.storage.rank_data import RankData
 from ray_jax_ckpt.storage.reader import Reader
-from ray_jax_ckpt.storage.runs import newest_first
+from ray_jax_ckpt.storage.run_checkpoints import newest_first
+from ray_jax_ckpt.storage.run_directory import hint, is_run
+from ray_jax_ckpt.storage.runs import newest_first as newest_written
 from ray_jax_ckpt.storage.source import Source
 from ray_jax_ckpt.storage.spares import named, spare, standing
 from ray_jax_ckpt.storage.steps import UNNUMBERED, list_steps, step_of
@@ -29,6 +32,7 @@ from ray_jax_ckpt.system import available_bytes
 
 logger = logging.getLogger(__name__)
 
+_OWN_FILE = re.compile(r"(rank|leaf)_\d+(\..+)?")
 STREAMS = 4
 TIMEOUT_S = 600.0
 """Bound of opening a checkpoint, and of each batch that is read of it."""
@@ -77,7 +81,7 @@ def load(
 
     Args:
         where: See `filesystem.resolve`. The directory of a checkpoint, of this package or of Orbax, or one that holds
-            steps: the newest one that is whole is taken then.
+            steps, or that of a run: the newest one that is whole is taken then.
         abstract_state: See `ray_jax_ckpt.restore`, as for the next ones. Of an Orbax checkpoint leaves are found by the
             names on their path.
         rank: Of this process.
@@ -104,6 +108,7 @@ def load(
             return _restore(source, path, abstract_state, shardings, Options(partial, cast), (rank, world_size))
 
     deadline = Deadline.after(timeout_s)
+    _check_no_file(place, deadline)
     if _is_checkpoint(place, deadline):
         return restored(place[1])
     return _newest(place, restored, deadline)
@@ -186,12 +191,21 @@ def _newest(place: Place, restored: Callable[[str], Loaded], deadline: Deadline)
     raise _nothing(place, deadline)
 
 
+def _check_no_file(place: Place, deadline: Deadline) -> None:
+    filesystem, path = place
+    info = ask(lambda: filesystem.get_file_info(path), f"Looking at {describe(*place)}", deadline)
+    if info.type == pafs.FileType.File:
+        raise NoCheckpointError(f"{describe(*place)} is a file, and a checkpoint is a directory. Give its path.")
+
+
 def _candidates(place: Place, deadline: Deadline) -> list[str]:
     """Checkpoints in a directory that is none itself, newest first: of a run, by steps, or the only one."""
     filesystem, path = place
-    of_run = ask(lambda: newest_first(filesystem, path), f"Listing {describe(*place)}", deadline)
-    if of_run:
-        return of_run
+    if ask(lambda: is_run(filesystem, path), f"Looking at {describe(*place)}", deadline):
+        return ask(lambda: newest_first(filesystem, path), f"Listing the run {describe(*place)}", deadline)
+    written = ask(lambda: newest_written(filesystem, path), f"Listing {describe(*place)}", deadline)
+    if written:
+        return written
     names = [*reversed(list_steps(filesystem, path, deadline).values())]
     return [join(path, name) for name in names] or _single(place, deadline)
 
@@ -207,24 +221,45 @@ def _single(place: Place, deadline: Deadline) -> list[str]:
 def _is_checkpoint(place: Place, deadline: Deadline) -> bool:
     """Whether a path is that of a checkpoint, whole or not, and not of a directory of some of this package's."""
     filesystem, path = place
-    if ask(lambda: newest_first(filesystem, path), f"Listing {describe(*place)}", deadline) or _single(place, deadline):
-        return False
-    names = [join(path, MANIFEST), join(path, FOLDER)]
+    asked = f"Looking at {describe(*place)}"
+    names = [join(path, MANIFEST)]
     # A bucket has no neighbours.
     names += [spare(path)] if "/" in path.strip("/") else []
-    infos = ask(lambda: filesystem.get_file_info(names), f"Looking at {describe(*place)}", deadline)
+    infos = ask(lambda: filesystem.get_file_info(names), asked, deadline)
     if any(info.type != pafs.FileType.NotFound for info in infos):
         return True
-    return find_tree(filesystem, path, deadline) is not None
+    if ask(lambda: is_run(filesystem, path) or newest_written(filesystem, path), asked, deadline):
+        return False
+    if _single(place, deadline):
+        return False
+    return _is_begun(place, deadline) or find_tree(filesystem, path, deadline) is not None
+
+
+def _is_begun(place: Place, deadline: Deadline) -> bool:
+    """Whether there are files of a checkpoint of this package, beside the manifest or what is named like its folder."""
+    filesystem, path = place
+    selector = pafs.FileSelector(join(path, FOLDER), allow_not_found=True)
+    listed = ask(lambda: [*with_names(filesystem.get_file_info(selector))], f"Listing {describe(*place)}", deadline)
+    if any(_OWN_FILE.fullmatch(info.base_name) for info in listed):
+        return True
+    asked = [join(path, name) for name in (FOLDER, TREE)]
+    infos = ask(lambda: filesystem.get_file_info(asked), f"Looking at {describe(*place)}", deadline)
+    return all(info.type != pafs.FileType.NotFound for info in infos)
 
 
 def _nothing(place: Place, deadline: Deadline) -> NoCheckpointError:
     filesystem, path = place
-    asked = [join(path, name) for name in (FOLDER, TREE)]
-    infos = ask(lambda: filesystem.get_file_info(asked), f"Looking at {describe(*place)}", deadline)
-    if infos[0].type != pafs.FileType.NotFound:
-        return unfinished(describe(*place), loadable=infos[1].type != pafs.FileType.NotFound)
+    where, asked = describe(*place), f"Looking at {describe(*place)}"
+    if ask(lambda: is_run(filesystem, path), asked, deadline):
+        return NoCheckpointError(
+            f"{where} is the directory of a run, and there is no checkpoint in it that can be restored. "
+            f"ray_jax_ckpt.checkpoints({path!r}, status='all') says what became of those that there were."
+        )
+    if _is_begun(place, deadline):
+        tree_ = ask(lambda: filesystem.get_file_info(join(path, TREE)), asked, deadline)
+        return unfinished(where, loadable=tree_.type != pafs.FileType.NotFound)
     return NoCheckpointError(
-        f"There is no checkpoint at {describe(*place)}: neither {MANIFEST} of a finished one of this package, nor "
-        f"Orbax's {TREE} there or in a directory below, nor directories named by a step, such as ckpt-7 or 7."
+        f"There is no checkpoint at {where}: neither {MANIFEST} of a finished one of this package, nor "
+        f"Orbax's {TREE} there or in a directory below, nor directories named by a step, such as ckpt-7 or 7, nor a "
+        f"run.{ask(lambda: hint(filesystem, path), asked, deadline)}"
     )

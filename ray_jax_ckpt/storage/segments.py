@@ -277,7 +277,8 @@ def _pieces(
     if found != expected:
         raise IntegrityError(
             f"{where} is damaged: bytes {segment.offset + start} to {segment.offset + stop} have the digest {found}, "
-            f"and the checkpoint was written with {expected}."
+            f"and the checkpoint was written with {expected}. Restore another one, or fetch this file again from where "
+            "it was copied from."
         )
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 import pyarrow.fs
 
 from ray_jax_ckpt.errors import StaleDriverError, StateError
+from ray_jax_ckpt.model.results import Status
 from ray_jax_ckpt.storage.chronicle import with_rays_list
 from ray_jax_ckpt.storage.files import ASIDE, remove_file, write_whole
 from ray_jax_ckpt.storage.filesystem import describe, join, reading
@@ -20,6 +21,7 @@ from ray_jax_ckpt.storage.inventory import found_record, reconciled
 from ray_jax_ckpt.storage.manifest import FOLDER
 from ray_jax_ckpt.storage.ray_state import read_ray_state
 from ray_jax_ckpt.storage.records import (
+    GONE,
     MAX_STATE_BYTES,
     VERSION,
     AttemptRecord,
@@ -28,6 +30,7 @@ from ray_jax_ckpt.storage.records import (
     State,
     parse_state,
 )
+from ray_jax_ckpt.storage.run_directory import PREVIOUS, STATE
 
 __all__ = [
     "PREVIOUS",
@@ -45,8 +48,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-STATE = f"{FOLDER}/state.json"
-PREVIOUS = f"{FOLDER}/state.previous.json"
 _ASIDE_AGE_S = 60.0
 
 
@@ -59,11 +60,13 @@ class Loaded:
         found: "state": the file. "previous": the one before, since the file could not be used. "rebuilt": neither, and
             the checkpoints told what there is. "none": nothing is there.
         warning: What was not as it should be; "" if all was.
+        lost: What it listed, and is gone.
     """
 
     state: State
     found: Literal["state", "previous", "rebuilt", "none"]
     warning: str = ""
+    lost: tuple[Record, ...] = ()
 
 
 class StateFile:
@@ -96,11 +99,14 @@ class StateFile:
         if found == "rebuilt" and not problems and not state.checkpoints:
             return Loaded(state, "none")
         if found == "rebuilt":
+            if not problems:
+                problems.append(f"{STATE} and {PREVIOUS} are both missing")
             problems.append(f"It is made anew from {len(state.checkpoints)} checkpoints that are there")
         warning = ". ".join(text.rstrip(".") for text in [*problems, *notes])
         if warning:
             logger.warning("State of the run %s: %s.", self._says(""), warning)
-        return Loaded(state, found, warning)
+        listed = {record.path for record in state.checkpoints}
+        return Loaded(state, found, warning, tuple(one for one in known.checkpoints if one.path not in listed))
 
     def save(self, state: State) -> None:
         """Writes it, and keeps the one that was there beside it. A damaged one is kept too, under a name of its own.
@@ -190,10 +196,14 @@ class StateFile:
 def current_state(filesystem: pyarrow.fs.FileSystem, run_path: str) -> State:
     """The state as it counts now: with what is there, and with what Ray has done since with what was reported.
 
+    What it listed and is gone is in it as lost, unless Ray has removed it.
+
     Raises:
         NotSupportedError, StorageError: See `StateFile.load`.
     """
-    state = StateFile(filesystem, run_path).load().state
+    loaded = StateFile(filesystem, run_path).load()
+    lost = [one.model_copy(update={"status": Status.LOST, "reason": GONE}) for one in loaded.lost]
+    state = loaded.state.changed(checkpoints=(*loaded.state.checkpoints, *lost))
     try:
         listed = read_ray_state(filesystem, run_path)
     except StateError as error:

@@ -14,7 +14,7 @@ import ray
 from support import eventually
 
 import ray_jax_ckpt as rjc
-from ray_jax_ckpt.errors import UnsupportedLeafError
+from ray_jax_ckpt.errors import NoCheckpointError, UnsupportedLeafError
 from ray_jax_ckpt.storage.restore import load
 from ray_jax_ckpt.testing import assert_identical
 
@@ -171,4 +171,5 @@ def test_anybody_can_list_what_is_there_and_restore_it(run_of):
     restored = run.all_ranks(lambda rank: rjc.restore(newer, state_of(0)))
     for one in restored:
         assert_identical(one.state, state_of(2))
-    assert rjc.checkpoints(str(Path(run.path).parent / "nothing")) == []
+    with pytest.raises(NoCheckpointError, match="does not exist"):
+        rjc.checkpoints(str(Path(run.path).parent / "nothing"))

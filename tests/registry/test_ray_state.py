@@ -109,5 +109,6 @@ def test_a_null_that_ray_would_rank_is_taken_out(context: StorageContext, ours: 
 
 def test_where_nothing_is_wrong_nothing_is_changed(context: StorageContext, tmp_path: Path, ours: list[Any]):
     assert rjc.rebuild_ray_state(context.experiment_fs_path) == []
+    (tmp_path / "none").mkdir()
     assert rjc.rebuild_ray_state(tmp_path / "none") == []
     assert not list(rays_list(context).parent.glob("*.damaged-*"))

@@ -169,6 +169,7 @@ def test_with_both_damaged_the_checkpoints_say_what_is_there(tmp_path: Path, dam
     assert loaded.state.report_index == 1
     assert all(record.num_bytes and record.created_at_s for record in loaded.state.checkpoints)
     assert "made anew from 2 checkpoints" in loaded.warning
+    assert ("are both missing" in loaded.warning) is (damage == "missing")
     assert ("damaged" in loaded.warning or "empty" in loaded.warning or "version" in loaded.warning) is (
         damage != "missing"
     )
