@@ -179,7 +179,11 @@ class Chooser:
     async def _nothing(self, found: Choice) -> Choice:
         """There is nothing of the run itself."""
         looked = f"memory ({len(self._ledger.roster.handles)} stores of this run live), {self._run.path}/{FOLDER}, and "
-        needed = f"resume='must', and there is nothing to restore. Looked for: {looked}what was reported through Ray."
+        needed = (
+            f"resume='must', and there is nothing to restore. Looked for: {looked}what was reported through Ray. Check "
+            "that name= and storage_path= of RunConfig are those of the run to go on with; for a new run say "
+            "resume='auto'."
+        )
         if self._resume.place is not None:
             try:
                 work = asyncio.to_thread(_given, self._resume.place)
@@ -205,9 +209,8 @@ class Chooser:
         age_s = max(0.0, time.time() - made_at_s) if made_at_s else None
         lost = choice.steps_lost(generation, begun) if generation is not None and tier is not Tier.GIVEN else None
         place = describe(stored.filesystem, stored.path) if stored is not None else ""
-        logger.info("%s", Announcement(self._run.name, attempt, generation, tier, place, age_s, lost))
-        if found.needed:
-            logger.error("Run %s, attempt %d: %s", self._run.name, attempt, found.needed)
+        said = self._run.name, attempt, generation, tier, place, age_s, lost, self._resume.mode, found.needed
+        logger.log(logging.ERROR if found.needed else logging.INFO, "%s", Announcement(*said))
         self._record(
             "decision",
             attempt=attempt,

@@ -131,6 +131,8 @@ class Announcement:
         place: Where on storage.
         age_s: Since it was taken; None: nobody knows.
         lost_steps: Between it and the newest one that is known to have been begun.
+        mode: What the user wants of what has been there before.
+        needed: Why training cannot start without anything; "" if it can.
     """
 
     run: str
@@ -140,17 +142,27 @@ class Announcement:
     place: str = ""
     age_s: float | None = None
     lost_steps: int | None = None
+    mode: ResumeMode = "auto"
+    needed: str = ""
 
     def __str__(self) -> str:
         head = f"Run {self.run}, attempt {self.attempt}: "
         if self.generation is None:
-            return head + "starts from the beginning, nothing to restore was found in memory or on storage."
+            return head + (self.needed or self._of_nothing())
         if self.tier is Tier.GIVEN:
             return head + f"restores {self.place}, as resume_from says."
         lost = "" if self.lost_steps is None else f", at least {self.lost_steps} steps lost"
         age = "taken by an earlier driver" if self.age_s is None else f"taken {self.age_s:.0f} s ago"
         where = "memory" if self.tier is Tier.MEMORY else f"storage, {self.place}"
         return head + f"restores step {self.generation.step} from {where} (generation {self.generation}, {age}{lost})."
+
+    def _of_nothing(self) -> str:
+        if self.mode == "never":
+            return (
+                "starts from the beginning, since resume='never' has nothing restored that earlier drivers have made: "
+                "their snapshots in memory and checkpoints on storage, if there are any, are left aside."
+            )
+        return "starts from the beginning, nothing to restore was found in memory or on storage."
 
 
 def steps_lost(restored: Generation, begun: Iterable[Generation]) -> int | None:

@@ -109,6 +109,12 @@ def test_a_decision_is_one_line():
     said = str(Announcement("gpt", 3, G, Tier.RAY, "/runs/gpt/checkpoint_7"))
     assert "step 40 from storage, /runs/gpt/checkpoint_7 (generation 2.0.40, taken by an earlier driver)" in said
     assert "nothing to restore was found" in str(Announcement("gpt", 1, None))
+    never = str(Announcement("gpt", 1, None, mode="never"))
+    assert "starts from the beginning, since resume='never'" in never
+    assert "left aside" in never
+    assert "was found" not in never
+    needed = str(Announcement("gpt", 1, None, mode="must", needed="resume='must', and there is nothing"))
+    assert needed == "Run gpt, attempt 1: resume='must', and there is nothing"
     assert "restores /a, as resume_from says" in str(Announcement("gpt", 1, Generation(0, 0, 7), Tier.GIVEN, "/a"))
 
 
