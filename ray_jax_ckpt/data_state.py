@@ -13,7 +13,7 @@ from ray_jax_ckpt.data_files import Saving, load_files, saves_files
 from ray_jax_ckpt.errors import CheckpointError, DataStateError, SnapshotLostError
 from ray_jax_ckpt.model.index import Index, Item, Layout, align
 from ray_jax_ckpt.model.recovery import Stored, Want
-from ray_jax_ckpt.values import decode_value, encode_value
+from ray_jax_ckpt.values import decode_value, encode_value, with_article
 
 Reshard = Callable[..., Any]
 """Called as `f(states, rank=..., world_size=...)`: see `ray_jax_ckpt.restore`."""
@@ -196,7 +196,8 @@ def put_back(data: Any, saved: Any) -> None:
     found = list(_objects(data, saved, ""))
     for x, state, path in found:
         if not (_sets(x) or _is_files(state)):
-            raise DataStateError(f"data={_at(path)} loads files, and the snapshot has a {type(state).__name__} there.")
+            kind = with_article(type(state).__name__)
+            raise DataStateError(f"data={_at(path)} loads files, and the snapshot has {kind} there.")
     for x, state, _ in found:
         if _sets(x):
             x.set_state(state)
@@ -265,9 +266,10 @@ def _children(data: Any, saved: Any, path: str) -> Iterator[tuple[Any, tuple[Any
         or len(saved) != len(data)
         or (isinstance(data, dict) and saved.keys() != data.keys())
     ):
+        given, there = with_article(_sketch(data)), with_article(_sketch(saved))
         raise DataStateError(
-            f"data={_at(path)} is a {_sketch(data)}, and the snapshot has a {_sketch(saved)} there. Give restore() the "
-            "structure that snapshot() was given, or leave data= away and take Restored.data."
+            f"data={_at(path)} is {given}, and the snapshot has {there} there. Give restore() the structure that "
+            "snapshot() was given, or leave data= away and take Restored.data."
         )
     for key in data if isinstance(data, dict) else range(len(data)):
         yield key, (data[key], saved[key], f"{path}[{key!r}]")
@@ -319,10 +321,9 @@ def _refusal(x: Any, path: str) -> str:
     if is_ray_data(x):
         return _RAY_DATA.format(where=_at(path), kind=type(x).__name__)
     if isinstance(x, Iterator) and not callable(getattr(x, "get_state", None)):
-        return (
-            f"the value at {path or '(the top)'} is a {type(x).__name__}, an iterator that does not tell its position."
-        )
-    return f"the value at {path or '(the top)'} is a {type(x).__module__}.{type(x).__qualname__}."
+        kind = with_article(type(x).__name__)
+        return f"the value at {path or '(the top)'} is {kind}, an iterator that does not tell its position."
+    return f"the value at {path or '(the top)'} is {with_article(type(x).__module__)}.{type(x).__qualname__}."
 
 
 _RAY_DATA = (

@@ -7,9 +7,9 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from ray_jax_ckpt.config import PersistConfig, SnapshotConfig
+from ray_jax_ckpt.config import PersistConfig, ResumeMode, SnapshotConfig
 from ray_jax_ckpt.errors import ConfigError
 
 PREFIX = "RAY_JAX_CKPT_"
@@ -69,8 +69,12 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
             found[section][field] = _checked(_SECTIONS[section], field, name, text)
         elif name not in (*_OTHERS, *_FOREIGN):
             raise ConfigError(_unknown(name, [*names, *_OTHERS, *_FOREIGN]))
+    resume = given.get("RESUME", "auto")
+    if resume not in get_args(ResumeMode):
+        modes = ", ".join(map(repr, get_args(ResumeMode)))
+        raise ConfigError(f"Environment variable {PREFIX}RESUME={resume!r}: say one of {modes}.")
     persist = PersistConfig(**found["PERSIST"]) if found["PERSIST"] else None
-    return Settings(SnapshotConfig(**found["SNAPSHOT"]), persist, given.get("RESUME", "auto"), given.get("RESUME_FROM"))
+    return Settings(SnapshotConfig(**found["SNAPSHOT"]), persist, resume, given.get("RESUME_FROM"))
 
 
 def _fields() -> list[tuple[str, str]]:
@@ -89,6 +93,8 @@ def _checked(config: type[SnapshotConfig] | type[PersistConfig], field: str, nam
 
 
 def _unknown(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, 0.6)
+    # Who leaves the section away most often means the snapshots.
+    short = [one for one in known if one.partition("_")[0] in _SECTIONS and one.partition("_")[2] == name]
+    near = short[:1] or difflib.get_close_matches(name, known, 1, 0.6)
     hint = f"did you mean {PREFIX}{near[0]}?" if near else f"there are {', '.join(PREFIX + one for one in known)}."
     return f"Environment variable {PREFIX}{name} is no setting; {hint}"

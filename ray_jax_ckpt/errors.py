@@ -47,7 +47,10 @@ class NoSessionError(CheckpointError, RuntimeError):
 
 
 class RunInUseError(CheckpointError, RuntimeError):
-    """A run that another, living driver is training. The message says which one."""
+    """A run that another, living driver is training. The message says which one.
+
+    It ends the controller: `fit()` raises `ray.train.ControllerError` with this in its text.
+    """
 
 
 class StepError(CheckpointError, ValueError):

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError, StepError
+from ray_jax_ckpt.errors import ConfigError, IntegrityError, NoCheckpointError, StepError
 from ray_jax_ckpt.storage.files import exists
 from ray_jax_ckpt.storage.filesystem import Place, describe, join, reading, resolve
 from ray_jax_ckpt.storage.markers import int_keys
@@ -81,7 +81,8 @@ class OrbaxCheckpointHandler:
                 `set_state`, a dataclass, or dictionaries, lists and tuples of these. PRNG keys and strings too.
             step: Of the training.
             keep: How many steps to keep in the directory, this one included: when it is complete the lowest others are
-                removed. None keeps all. Checkpoints of other programs are left alone.
+                removed, whenever they were saved (after step 8, step 3 with `keep=1` leaves 3). None keeps all.
+                Checkpoints of other programs are left alone.
             overwrite: Whether to replace a checkpoint that is there. Whenever this process is killed, the old one or
                 the new one can be restored. Where nothing can be renamed, the new one is written twice for that.
             metadata: Kept beside it, exactly: numbers, strings, bytes, numpy arrays, and dict, list and tuple of these.
@@ -97,6 +98,7 @@ class OrbaxCheckpointHandler:
             UnsupportedLeafError: Something in the target cannot be saved (a TypeError); the path is named.
             DataStateError: `metadata` cannot be saved (a ValueError).
             StepError: `step` is no step (a ValueError).
+            ConfigError: `keep` is no number of steps (a ValueError).
         """
         self.wait_until_finished()
         step, keep = _checked_step(step), _checked_keep(keep)
@@ -124,7 +126,8 @@ class OrbaxCheckpointHandler:
         """Restores a checkpoint from a directory; waits for what is being written first.
 
         Args:
-            directory: As for `save`; one that Orbax wrote to does as well, or that of a single checkpoint.
+            directory: As for `save`; one that Orbax wrote to does as well, or that of a single checkpoint, or of a run,
+                which stands for its newest one.
             target: What was saved, or its like: modules and objects with `set_state` are changed in place, for a pytree
                 or a dataclass there is a new one with its structure, types and shardings. None: the state as
                 dictionaries, lists and tuples, with arrays on the default device; from plain Orbax, which does not keep
@@ -293,7 +296,7 @@ def _checked_step(step: Any) -> int | None:
 
 def _checked_keep(keep: Any) -> int | None:
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise ValueError(f"keep={keep!r}: how many steps to keep is an int of 1 or more, or None for all.")
+        raise ConfigError(f"keep={keep!r}: how many steps to keep is an int of 1 or more, or None for all.")
     return keep
 
 

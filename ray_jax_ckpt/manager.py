@@ -78,9 +78,9 @@ class CheckpointManager(_Callback):
         resume_from: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(snapshot, SnapshotConfig | None):
-            raise ConfigError(f"CheckpointManager(snapshot=...) takes a SnapshotConfig, got {type(snapshot).__name__}.")
+            raise ConfigError(f"CheckpointManager(snapshot=...) takes a SnapshotConfig, {_got(snapshot)}.")
         if not isinstance(persist, PersistConfig | None):
-            raise ConfigError(f"CheckpointManager(persist=...) takes a PersistConfig, got {type(persist).__name__}.")
+            raise ConfigError(f"CheckpointManager(persist=...) takes a PersistConfig, {_got(persist)}.")
         self._config, self._persist = snapshot or SnapshotConfig(), persist
         self._resume = Resume(resume, _place(resume_from))
         self._id, self._enabled = uuid.uuid4().hex, is_enabled()
@@ -105,7 +105,8 @@ class CheckpointManager(_Callback):
         Blocks only while there is a coordinator of another driver of this run, alive or dying: see `memory.claim`.
 
         Raises:
-            RunInUseError: Another driver trains this run. It ends this one.
+            RunInUseError: Another driver trains this run. It ends this one, and `fit()` raises Ray's `ControllerError`
+                with its text.
         """
         if self._coordinator is not None or not self._enabled or self._stands_back(train_run_context):
             return
@@ -312,6 +313,12 @@ class EnvCheckpointManager(CheckpointManager):
         found = read_settings()
         mode: Any = found.resume
         super().__init__(found.snapshot, found.persist, resume=mode, resume_from=found.resume_from)
+
+
+def _got(found: Any) -> str:
+    if isinstance(found, type):
+        return f"got the class {found.__name__}; make one: {found.__name__}()"
+    return f"got {found!r:.100} of type {type(found).__name__}"
 
 
 def _place(resume_from: Any) -> str | None:

@@ -46,12 +46,14 @@ def warn_of_few_domains(members: Sequence[Member], copies: int) -> None:
     """Says so when a group cannot have as many copies in distinct failure domains as were asked for."""
     found = len({member.domain for member in members})
     if found < copies:
+        spread = "Spread the workers over more nodes (ScalingConfig(placement_strategy='SPREAD')), or ask for"
+        if len(members) == 1:
+            spread = "One worker cannot be spread: ask for"
         covered = "the death of worker processes" if found == 1 else f"the loss of {found - 1} of them"
         warnings.warn(
             f"copies={copies}, but the workers, {len(members)} in all, are in {found} failure "
             f"domain{'s' * (found != 1)}, such as nodes: "
-            f"snapshots survive {covered}, and no more. Spread the workers over more nodes "
-            f"(ScalingConfig(placement_strategy='SPREAD')), or ask for copies={found}.",
+            f"snapshots survive {covered}, and no more. {spread} copies={found}.",
             RuntimeWarning,
             stacklevel=1,
         )

@@ -12,6 +12,7 @@ import numpy as np
 
 from ray_jax_ckpt.errors import ConfigError
 from ray_jax_ckpt.model.metrics import NONFINITE, encode, find, locate, score_of
+from ray_jax_ckpt.values import with_article
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +125,8 @@ def _scalar(value: Any, path: str, defer: bool) -> Any:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
         raise ConfigError(
-            f"The metric {path!r} is a {type(value).__name__}, which cannot be stored: give numbers, text, bools, "
-            "None, or lists and dictionaries of them, such as str(value)."
+            f"The metric {path!r} is {with_article(type(value).__name__)}, which cannot be stored: give numbers, text, "
+            "bools, None, or lists and dictionaries of them, such as str(value)."
         )
     if tuple(shape) != ():
         raise ConfigError(

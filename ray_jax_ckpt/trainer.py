@@ -11,6 +11,8 @@ from ray.train.v2.jax.config import JaxConfig as RayJaxConfig
 from ray_jax_ckpt._backend import JaxBackend
 from ray_jax_ckpt.errors import ConfigError
 
+_PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
+
 
 @dataclasses.dataclass(kw_only=True)
 class JaxConfig(RayJaxConfig):
@@ -73,8 +75,12 @@ def _checked_platform(platform: str | None) -> str | None:
     if platform is None:
         return None
     name = platform.strip().lower() if isinstance(platform, str) else ""
-    if not name or "," in name:
-        raise ConfigError(f"JaxConfig(platform=...) takes one platform, 'cpu', 'cuda' or 'tpu': got {platform!r}")
+    # A platform of a plugin has any name; one that begins like a known one is misspelt.
+    misspelt = name not in _PLATFORMS and name.startswith(_PLATFORMS)
+    if not name or "," in name or misspelt:
+        raise ConfigError(
+            f"JaxConfig(platform=...) takes one platform, 'cpu', 'cuda', 'tpu' or another one's name: got {platform!r}"
+        )
     return "cuda" if name == "gpu" else name
 
 

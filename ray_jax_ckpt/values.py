@@ -46,6 +46,11 @@ def value_type_name(x: Any) -> str:
     return f"numpy.{dtype_name(x.dtype)}" if isinstance(x, np.generic) else type(x).__name__
 
 
+def with_article(name: str) -> str:
+    """A name in a sentence: "an object", "a dict"."""
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
 def encode_value(x: Any, *, blobs: list[bytes] | None = None, default: Callable[[Any, str], Any] | None = None) -> Any:
     """Encodes a value, or nested containers of values, as what strict JSON can hold.
 
@@ -119,7 +124,7 @@ class _Encoder:
     def _numpy(self, x: np.generic | np.ndarray, path: str) -> Any:
         if isinstance(x, np.ndarray) and type(x) not in (np.ndarray, np.memmap):
             raise DataStateError(
-                f"the value at {path or '(the top)'} is a {type(x).__name__}; convert it with np.asarray."
+                f"the value at {path or '(the top)'} is {with_article(type(x).__name__)}; convert it with np.asarray."
             )
         if not is_plain_dtype(x.dtype):
             raise DataStateError(f"the value at {path or '(the top)'} has dtype {x.dtype}, which cannot be saved.")
@@ -142,8 +147,8 @@ class _Encoder:
 def _refuse(x: Any, path: str) -> Any:
     kind = f"{type(x).__module__}.{type(x).__qualname__}"
     raise DataStateError(
-        f"the value at {path or '(the top)'} is a {kind}, which cannot be saved. Use numbers, strings, bytes, numpy "
-        "arrays, and dict, list or tuple of these."
+        f"the value at {path or '(the top)'} is {with_article(kind)}, which cannot be saved. Use numbers, strings, "
+        "bytes, numpy arrays, and dict, list or tuple of these."
     )
 
 

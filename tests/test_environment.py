@@ -44,6 +44,9 @@ def test_nothing_is_persisted_that_nobody_asks_for():
         ("SNAPSHOT_COPIES", "0", r"RAY_JAX_CKPT_SNAPSHOT_COPIES='0'.*greater than or equal to 1"),
         ("PERSIST_EVERY_N_STEP", "3", r"PERSIST_EVERY_N_STEP is no setting; did you mean .*PERSIST_EVERY_N_STEPS\?"),
         ("SNAPSHOT_TLS", "{", r"RAY_JAX_CKPT_SNAPSHOT_TLS='\{'"),
+        ("EVERY_N_STEPS", "3", r"EVERY_N_STEPS is no setting; did you mean RAY_JAX_CKPT_SNAPSHOT_EVERY_N_STEPS\?"),
+        ("EVERY_S", "3", r"EVERY_S is no setting; did you mean RAY_JAX_CKPT_PERSIST_EVERY_S\?"),
+        ("RESUME", "allways", r"RAY_JAX_CKPT_RESUME='allways': say one of 'auto', 'never', 'must'\."),
         ("XYZZY", "3", r"XYZZY is no setting; there are RAY_JAX_CKPT_SNAPSHOT_EVERY_N_STEPS, "),
     ],
 )
@@ -71,6 +74,6 @@ def test_ray_makes_a_manager_of_the_environment(monkeypatch):
     monkeypatch.setenv("RAY_JAX_CKPT_RESUME", "perhaps")
     with pytest.raises(ValueError, match="Failed to import callback") as caught:
         _initialize_env_callbacks()
-    assert "resume='perhaps': say one of 'auto', 'never', 'must'" in str(caught.value.__cause__)
+    assert "RAY_JAX_CKPT_RESUME='perhaps': say one of 'auto', 'never', 'must'" in str(caught.value.__cause__)
     # Ray's own settings take it as a callback too.
     assert RunConfig(callbacks=[rjc.CheckpointManager()]).callbacks

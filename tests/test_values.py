@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as npst
 
 from ray_jax_ckpt.arrays.tree import decode_value, encode_value
 from ray_jax_ckpt.errors import DataStateError
-from ray_jax_ckpt.values import dtype_name
+from ray_jax_ckpt.values import dtype_name, with_article
 
 ML_DTYPES = ["bfloat16", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"]
 
@@ -77,6 +77,11 @@ trees = st.recursive(
 @given(trees)
 def test_anything_encodable_comes_back_bit_for_bit_through_strict_json(x):
     assert same(through_json(x), x)
+
+
+@pytest.mark.parametrize(("name", "said"), [("object", "an object"), ("dict", "a dict"), ("Array", "an Array")])
+def test_names_have_their_article(name, said):
+    assert with_article(name) == said
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)

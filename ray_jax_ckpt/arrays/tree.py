@@ -34,6 +34,7 @@ from ray_jax_ckpt.values import (
     encode_value,
     is_plain_dtype,
     value_type_name,
+    with_article,
 )
 
 __all__ = [
@@ -280,7 +281,8 @@ def mismatch(saved_specs: Sequence[LeafSpec], wanted: Flat, *, partial: bool, ca
         have = saved.pop(path, None)
         if is_static(leaf):
             if have is not None:
-                lines.append(f"{path or '(root)'}: the template has a {type(leaf).__name__}, the snapshot has {have}")
+                kind = with_article(type(leaf).__name__)
+                lines.append(f"{path or '(root)'}: the template has {kind}, the snapshot has {have}")
             continue
         want = _describe(path, key, leaf)
         if have is None:

@@ -22,7 +22,14 @@ from states import STATES, abstract, facts, sharded
 from test_conformance import load_with_orbax
 
 import ray_jax_ckpt as rjc
-from ray_jax_ckpt.errors import DataStateError, IntegrityError, PersistError, StepError, UnsupportedLeafError
+from ray_jax_ckpt.errors import (
+    ConfigError,
+    DataStateError,
+    IntegrityError,
+    PersistError,
+    StepError,
+    UnsupportedLeafError,
+)
 from ray_jax_ckpt.storage.manifest import MANIFEST
 from ray_jax_ckpt.storage.retention import surplus
 
@@ -382,7 +389,7 @@ def test_what_is_no_step_is_refused(handler, tmp_path, step):
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_what_is_no_number_to_keep_is_refused(handler, tmp_path, keep):
-    with pytest.raises(ValueError, match="keep="):
+    with pytest.raises(ConfigError, match="keep="):
         handler.save(tmp_path, STATE, step=1, keep=keep)
 
 

@@ -49,7 +49,7 @@ def test_platform_names_are_normalized(given, kept):
     assert JaxConfig(platform=given).platform == kept
 
 
-@pytest.mark.parametrize("platform", ["", "cuda,cpu", 3])
+@pytest.mark.parametrize("platform", ["", "cuda,cpu", 3, "cuda9", "gpus"])
 def test_a_platform_that_is_none_is_refused(platform):
     with pytest.raises(ConfigError, match="takes one platform"):
         JaxConfig(platform=platform)

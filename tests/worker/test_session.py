@@ -141,6 +141,8 @@ def test_fewer_failure_domains_than_copies_are_said_plainly():
         RuntimeWarning, match=r"copies=2, but the workers, 2 in all, are in 1 failure domain, .*worker processes"
     ):
         warn_of_few_domains(members, 2)
+    with pytest.warns(RuntimeWarning, match=r"One worker cannot be spread: ask for copies=1\."):
+        warn_of_few_domains(members[:1], 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_few_domains(members, 1)
