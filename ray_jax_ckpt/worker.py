@@ -106,7 +106,7 @@ def restore(
         checkpoint: What `ray.train.get_checkpoint()` returned, or a handle of `snapshot` (waits until it is complete).
             Or a checkpoint on storage, of this package or of plain Orbax: a `ray.train.Checkpoint`, a path, a URI such
             as `s3://bucket/path`, or a pair of path and filesystem. A directory that holds steps, such as that of an
-            Orbax CheckpointManager, stands for the newest one that is whole.
+            Orbax CheckpointManager, or that of a run, stands for the newest one that is whole.
         abstract_state: A tree of arrays or `jax.ShapeDtypeStruct`s with shardings; their mesh and the number of
             processes may differ from those of the snapshot. Functions and classes in it, such as those of an Equinox
             module, are taken from it. None gives numpy arrays in dictionaries, lists and tuples; a warning names the

@@ -74,7 +74,7 @@ def _nested() -> dict[str, Any]:
         ({"a": {"b": np.arange(3)}}, r"metric 'a/b' is an array of shape \(3,\)"),
         ({"a": [1, jnp.ones((1,))]}, r"metric 'a/1' is an array of shape \(1,\)"),
         ({"a": {1, 2}}, "metric 'a' is a set"),
-        ({"a": ...}, "metric 'a' is a ellipsis"),
+        ({"a": ...}, "metric 'a' is an ellipsis"),
         ({"a": b"x"}, "metric 'a' is a bytes"),
         ({"a": datetime.datetime(2026, 1, 1)}, "metric 'a' is a datetime"),
         ({"a": np.datetime64("2026-01-01")}, "metric 'a' is a scalar of datetime64"),

@@ -231,7 +231,7 @@ def test_every_object_in_a_tree_gets_its_own():
         (lambda x: {"a": x}, [1], r"data= is a dict with keys \[\"'a'\"\].*snapshot has a list of 1"),
         (lambda x: {"a": [x, x]}, {"a": [{"position": 1, "order": None}]}, r"at \['a'\] is a list of 2.* list of 1"),
         (lambda x: {"a": x}, {"b": 1}, "keys .*'a'.*keys .*'b'"),
-        (lambda x: [x, Files()], [{"position": 1, "order": None}, 3], r"at \[1\] loads files.*has a int"),
+        (lambda x: [x, Files()], [{"position": 1, "order": None}, 3], r"at \[1\] loads files.*has an int"),
         (lambda x: {"a": 1}, {"a": 1}, r"type dict has no set_state.*Restored\.data"),
         (lambda x: x, None, "holds no data= of this rank"),
     ],
