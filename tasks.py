@@ -36,7 +36,7 @@ CHECKS = {
 }
 
 # See tests/conftest.py for what runs beside what.
-SIDE_BY_SIDE = ["-n", "2", "--dist", "loadgroup"]
+SIDE_BY_SIDE = ["-n", "2"]
 
 
 def main(arguments: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -20,17 +21,22 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Directories whose tests use Ray clusters.
+_CLUSTERS = ("cases", "faults", "integration", "memory", "persist", "trainer", "worker")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several test processes (`-n`): one of them has all tests with Ray clusters, which wait more than they work.
 
-    Those come first, since they take longest; the other processes take the rest file by file.
+    Two clusters at a time would slow each other down beyond what their tests wait for. The other processes take the
+    rest file by file. (`--dist loadgroup` would be the way, but xdist 3.8 loses its groups with pytest 9.2.)
     """
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("clusters" if _has_cluster(item) else item.path.stem))
-    items.sort(key=lambda item: not _has_cluster(item))
+    from xdist.scheduler import LoadScopeScheduling
 
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "clusters" if path.split("/")[1] in _CLUSTERS else path
 
-def _has_cluster(item: pytest.Item) -> bool:
-    folder = item.path.relative_to(item.config.rootpath).parts[1]
-    return folder in ("integration", "trainer") or "cluster" in getattr(item, "fixturenames", ())
+    return Lanes(config, log)
