@@ -201,11 +201,12 @@ def _check_no_file(place: Place, deadline: Deadline) -> None:
 def _candidates(place: Place, deadline: Deadline) -> list[str]:
     """Checkpoints in a directory that is none itself, newest first: of a run, by steps, or the only one."""
     filesystem, path = place
+    of_run: list[str] = []
     if ask(lambda: is_run(filesystem, path), f"Looking at {describe(*place)}", deadline):
-        return ask(lambda: newest_first(filesystem, path), f"Listing the run {describe(*place)}", deadline)
-    written = ask(lambda: newest_written(filesystem, path), f"Listing {describe(*place)}", deadline)
-    if written:
-        return written
+        of_run = ask(lambda: newest_first(filesystem, path), f"Listing the run {describe(*place)}", deadline)
+    found = of_run or ask(lambda: newest_written(filesystem, path), f"Listing {describe(*place)}", deadline)
+    if found:
+        return found
     names = [*reversed(list_steps(filesystem, path, deadline).values())]
     return [join(path, name) for name in names] or _single(place, deadline)
 

@@ -118,6 +118,7 @@ def test_a_run_finds_its_checkpoints_and_what_was_not_finished_on_any_filesystem
         stream.write(b"a user's")
     assert {one.step for _, one in find_checkpoints(files, run)} == {10, 30}
     assert [info.step for info in rjc.checkpoints((run, files))] == [10, 30]
+    assert load((run, files), W).state["w"].tolist() == [30, 30]
     assert list(find_unfinished(files, run, Generation(1, 0, 20))) == []
     assert [path.rpartition("/")[2] for path in find_unfinished(files, run)] == [paths[20].rpartition("/")[2]]
     assert load((paths[30], files), W).state["w"].tolist() == [30, 30]
@@ -128,6 +129,9 @@ def test_a_run_finds_its_checkpoints_and_what_was_not_finished_on_any_filesystem
     assert rjc.remove_unfinished((run, files), dry_run=False) == []
     assert [info.step for info in rjc.checkpoints((run, files))] == [10, 30]
     assert files.get_file_info(f"{run}/{FOLDER}/README").size == 8
+    # What was reported counts too.
+    write(hold({"w": jnp.full(2, 40)}), f"{run}/checkpoint_2026-11-29_10-00-00.000000", files, step=40)
+    assert load((run, files), W).state["w"].tolist() == [40, 40]
     if kind == "fsspec":
         fsspec.filesystem("memory").rm("/bucket", recursive=True)
 

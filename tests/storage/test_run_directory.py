@@ -93,6 +93,15 @@ def test_a_run_without_checkpoints_is_said_to_have_none(tmp_path: Path):
                 handler.restore(tmp_path, metadata_only=metadata_only)
 
 
+def test_what_was_saved_by_hand_in_a_runs_directory_counts_where_the_run_has_none(tmp_path: Path):
+    save(tmp_path)
+    with rjc.OrbaxCheckpointHandler() as handler:
+        handler.save(tmp_path, {"w": np.full(4, 2.0)}, step=30)
+    assert restored(tmp_path) == 2
+    save(tmp_path, made(tmp_path, REPORTED.format(1), 7, 0))
+    assert restored(tmp_path) == 7
+
+
 def test_a_folder_of_the_same_name_makes_no_checkpoint(tmp_path: Path):
     (tmp_path / "ray_jax_ckpt").mkdir()
     (tmp_path / "ray_jax_ckpt" / "notes.txt").write_text("x")
