@@ -16,8 +16,8 @@ STATE = f"{FOLDER}/state.json"
 PREVIOUS = f"{FOLDER}/state.previous.json"
 _MARKS = (STATE, PREVIOUS, CHECKPOINTS, f"{FOLDER}/events.jsonl", RAY_STATE)
 RUN_IS = "A run's directory is <storage_path>/<name>, as in its RunConfig."
-# Names that Ray gives to what is reported, now and in older versions.
-_REPORTED = re.compile(r"checkpoint_(?:\d{4}-\d\d-\d\d_.+|\d{6})")
+# Names that Ray gives to what is reported. Those of older versions, checkpoint_000007, may be another program's steps.
+_REPORTED = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_.+")
 _MAX_BELOW = 64
 
 

@@ -17,7 +17,7 @@ import ray_jax_ckpt as rjc
 from ray_jax_ckpt.errors import ConfigError, NoCheckpointError
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.storage.records import Record, State
-from ray_jax_ckpt.storage.run_directory import RAY_STATE
+from ray_jax_ckpt.storage.run_directory import RAY_STATE, is_run
 from ray_jax_ckpt.storage.state import StateFile
 
 WRITTEN = "ray_jax_ckpt/checkpoints/attempt-0001.0-step-{:09d}"
@@ -110,6 +110,13 @@ def test_a_folder_of_the_same_name_makes_no_checkpoint(tmp_path: Path):
     save(tmp_path / "gpt")
     with pytest.raises(NoCheckpointError, match=r"There are runs below it: gpt\.$"):
         rjc.restore(str(tmp_path))
+
+
+def test_names_that_others_give_to_their_steps_make_no_run(tmp_path: Path):
+    write(hold({"w": np.full(4, 3.0)}), tmp_path / "checkpoint_000007", run="run", step=7)
+    assert not is_run(pyarrow.fs.LocalFileSystem(), str(tmp_path))
+    (tmp_path / REPORTED.format(1)).mkdir()
+    assert is_run(pyarrow.fs.LocalFileSystem(), str(tmp_path))
 
 
 def test_a_file_is_called_one(tmp_path: Path):
