@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,6 +21,12 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
         assert time.monotonic() < deadline, f"{condition} not within {timeout_s} s"
         time.sleep(0.05)
     return value
+
+
+def said_by(process: subprocess.Popen[str]) -> Any:
+    """The first line of JSON that a process prints. Ray prints lines of its own among them, whatever it is told."""
+    assert process.stdout is not None
+    return json.loads(next(line for line in process.stdout if line.startswith(("{", "["))))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import eventually
+from support import eventually, said_by
 
 from faults.crew import Crew
 from ray_jax_ckpt.memory import fleet
@@ -22,7 +22,7 @@ def test_stores_survive_a_killed_driver_for_the_next_one_and_end_when_there_is_n
     script = Path(__file__).with_name("driver.py")
     command = [sys.executable, str(script), cluster.address, json.dumps(nodes[:2]), run]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
-        said = json.loads(driver.stdout.readline())
+        said = said_by(driver)
         started = {pid: process_start_time(pid) for pid in said["pids"]}
         driver.send_signal(signal.SIGKILL)
     # Its second run was to be given up at once.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from support import eventually, workers_of
+from support import eventually, said_by, workers_of
 
 import ray_jax_ckpt as rjc
 from persist.conftest import Disk, PersistedRun
@@ -43,8 +43,7 @@ def test_when_all_are_killed_at_once_what_is_listed_is_whole_and_the_rest_can_be
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as driver:
         try:
-            assert driver.stdout is not None
-            pids: list[int] = json.loads(driver.stdout.readline())
+            pids: list[int] = said_by(driver)
             kill_all([driver.pid, *pids])
         finally:
             driver.kill()
