@@ -23,6 +23,7 @@ from ray.train.v2.jax import JaxTrainer
 from training_cluster import NODE, training_cluster
 
 import ray_jax_ckpt as rjc
+from ray_jax_ckpt.memory.claim import coordinator_name
 from ray_jax_ckpt.memory.fleet import NAMESPACE
 from ray_jax_ckpt.testing import kill_node
 
@@ -45,7 +46,7 @@ class Memory:
         """Asks every living store once; those of dead nodes do not answer."""
         handles = {}
         for actor in ray.util.list_named_actors(all_namespaces=True):
-            if actor["namespace"] == NAMESPACE:
+            if actor["namespace"] == NAMESPACE and not actor["name"].startswith(coordinator_name("")):
                 with contextlib.suppress(ValueError):
                     handles[actor["name"]] = ray.get_actor(actor["name"], namespace=NAMESPACE)
         refs = {name: handle.held_bytes.remote() for name, handle in handles.items()}
