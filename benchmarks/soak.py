@@ -162,10 +162,12 @@ def _num_stores() -> int:
     """Of all runs on this cluster, which has one."""
     import ray
 
+    from ray_jax_ckpt.memory.claim import coordinator_name
     from ray_jax_ckpt.memory.fleet import NAMESPACE
 
     named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-    return sum(actor["namespace"] == NAMESPACE for actor in named)
+    mine = [actor["name"] for actor in named if actor["namespace"] == NAMESPACE]
+    return sum(not name.startswith(coordinator_name("")) for name in mine)
 
 
 def plan_kills(seed: int, kinds: Sequence[str], count: int) -> list[tuple[str, int, float]]:
