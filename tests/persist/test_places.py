@@ -87,9 +87,9 @@ def test_what_is_taken_for_a_preemption_is_written(run_of):
     check(run, taken)
 
 
-def test_a_run_ends_with_an_error_if_its_last_snapshot_is_not_on_storage(run_of, tmp_path):
-    (tmp_path / "run").write_text("a file where the run's directory should be")
-    run = run_of(every_n_steps=100)
+def test_a_run_ends_with_an_error_if_its_last_snapshot_is_not_on_storage(run_of, disk):
+    run = run_of(every_n_steps=100, filesystem=disk.filesystem)
+    disk.says("full")
     run.take(state_of(1))
     run.drain()
     manager = rjc.CheckpointManager(persist=run.persist)
