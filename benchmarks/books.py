@@ -9,7 +9,6 @@ its own and three metrics.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bench.report import describe_machine
+from bench.report import describe_machine, show
 from ray.train import Checkpoint, CheckpointConfig
 from ray.train._internal.session import _TrainingResult
 from ray.train.v2._internal.execution.storage import StorageContext
@@ -72,10 +71,7 @@ def main() -> None:
     for count in options.checkpoints:
         with tempfile.TemporaryDirectory() as directory:
             results["checkpoints"][str(count)] = measure(count, directory)
-    text = json.dumps(results, indent=2)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    show(results, options.output)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ exist. Times are CPU seconds of one process that plans for one rank (placement, 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from bench.paper import Paper, simulate
-from bench.report import describe_machine
+from bench.report import describe_machine, show
 
 
 def main() -> None:
@@ -33,10 +32,7 @@ def main() -> None:
     for replicas in options.replicas:
         paper = Paper(options.workers, options.per_node, options.leaves, replicas, options.copies)
         results["shardings"][f"{replicas} replica(s) x {paper.shards} shards"] = simulate(paper)
-    text = json.dumps(results, indent=2)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    show(results, options.output)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pyarrow.fs
 import ray
 from ray.cluster_utils import Cluster
+
+from ray_jax_ckpt.errors import IntegrityError, NoCheckpointError, NotSupportedError
+from ray_jax_ckpt.storage.manifest import Manifest
+from ray_jax_ckpt.storage.reader import read_manifest
+from ray_jax_ckpt.storage.runs import directories, is_temporary
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
@@ -27,6 +33,14 @@ def said_by(process: subprocess.Popen[str]) -> Any:
     """The first line of JSON that a process prints. Ray prints lines of its own among them, whatever it is told."""
     assert process.stdout is not None
     return json.loads(next(line for line in process.stdout if line.startswith(("{", "["))))
+
+
+def find_checkpoints(filesystem: pyarrow.fs.FileSystem, run_path: str) -> Iterator[tuple[str, Manifest]]:
+    """Paths and manifests of the checkpoints that a run's stores have written, in no order, whatever its state says."""
+    for path in directories(filesystem, run_path):
+        if not is_temporary(path):
+            with contextlib.suppress(NoCheckpointError, IntegrityError, NotSupportedError):
+                yield path, read_manifest(filesystem, path)
 
 
 @contextlib.contextmanager

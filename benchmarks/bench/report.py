@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -21,6 +22,14 @@ PACKAGES = ("ray", "jax", "jaxlib", "orbax-checkpoint", "pathwaysutils", "pyarro
 ROOT = Path(__file__).resolve().parents[2]
 GB = 1e9
 RATED = ("restore local", "restore peer", "first restore", "memcpy", "xxh3", "socket", "orbax Snapshotter load")
+
+
+def show(results: dict[str, Any], output: Path | None) -> None:
+    """Prints results, and writes them to a file if one is named."""
+    text = json.dumps(results, indent=2)
+    print(text)
+    if output:
+        output.write_text(text + "\n")
 
 
 def describe_machine() -> dict[str, Any]:

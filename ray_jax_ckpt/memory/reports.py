@@ -12,14 +12,14 @@ import pyarrow.fs
 from ray_jax_ckpt.errors import CheckpointError, NoCheckpointError, RestoreTimeoutError, StorageError
 from ray_jax_ckpt.memory.messages import RunIdentity
 from ray_jax_ckpt.model.shards import Generation
-from ray_jax_ckpt.storage.filesystem import join, with_names
+from ray_jax_ckpt.storage.filesystem import directory_names, join
 from ray_jax_ckpt.storage.inventory import REPORTED
+from ray_jax_ckpt.storage.manifest import FOLDER
 from ray_jax_ckpt.storage.reader import read_manifest
 from ray_jax_ckpt.storage.streams import Deadline, ask
 
 logger = logging.getLogger(__name__)
 
-OURS = "ray_jax_ckpt"
 # Only the newest is wanted, and a run may have thousands. Ray's names sort by age.
 MAX_LOOKED_AT = 16
 
@@ -83,10 +83,7 @@ def _look(
     extra: frozenset[str],
     deadline: Deadline,
 ) -> _Look:
-    selector = pyarrow.fs.FileSelector(run_path, allow_not_found=True)
-    infos = ask(lambda: filesystem.get_file_info(selector), f"Listing {run_path}", deadline)
-    directories = (info for info in with_names(infos) if info.type == pyarrow.fs.FileType.Directory)
-    names = {info.path.rstrip("/").rpartition("/")[2] for info in directories} - {OURS}
+    names = {*ask(lambda: directory_names(filesystem, run_path), f"Listing {run_path}", deadline)} - {FOLDER}
     # Directories of somebody else crowd out none that have the names that Ray gives.
     names = sorted(names, key=lambda name: (REPORTED.fullmatch(name) is not None, name), reverse=True)
     paths = [join(run_path, name) for name in names if not name.startswith(".")]

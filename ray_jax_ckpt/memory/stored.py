@@ -15,7 +15,7 @@ from ray_jax_ckpt.memory.reports import Reports
 from ray_jax_ckpt.model.choice import Tier, rank
 from ray_jax_ckpt.model.persistence import Persisted
 from ray_jax_ckpt.model.shards import Generation
-from ray_jax_ckpt.storage.reader import lacking, read_manifest
+from ray_jax_ckpt.storage.reader import inspect, read_manifest
 from ray_jax_ckpt.storage.runs import checkpoint_path, directories, is_named_here, is_temporary
 from ray_jax_ckpt.storage.streams import ASK_S, Deadline, ask
 
@@ -207,12 +207,5 @@ def _look_at(filesystem: pyarrow.fs.FileSystem, path: str) -> tuple[str, float]:
 
     Raises StorageError, RestoreTimeoutError.
     """
-    try:
-        manifest = read_manifest(filesystem, path)
-        missing = lacking(filesystem, path, manifest)
-    except (StorageError, RestoreTimeoutError):
-        raise
-    except CheckpointError as error:
-        return str(error), 0.0
-    problem = f"{len(missing)} of its files are not as they were written: {', '.join(missing[:3])}"
-    return problem if missing else "", manifest.created_at_s
+    problem, manifest = inspect(filesystem, path)
+    return problem, 0.0 if manifest is None else manifest.created_at_s

@@ -77,6 +77,14 @@ def with_names(infos: Iterable[pafs.FileInfo]) -> Iterator[pafs.FileInfo]:
         yield info
 
 
+def directory_names(filesystem: pafs.FileSystem, path: str) -> list[str]:
+    """Names of the directories in a directory, which need not be there. Raises OSError."""
+    infos = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+    # Of some filesystems paths end with a slash, and such a path has no base name.
+    paths = (info.path for info in with_names(infos) if info.type == pafs.FileType.Directory)
+    return [path.rstrip("/").rpartition("/")[2] for path in paths]
+
+
 def describe(filesystem: pafs.FileSystem, path: str) -> str:
     """A place in words, for messages. Holds no credentials."""
     return path if isinstance(filesystem, pafs.LocalFileSystem) else f"{path} ({filesystem.type_name} filesystem)"

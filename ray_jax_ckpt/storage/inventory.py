@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 import pyarrow.fs
 
-from ray_jax_ckpt.errors import CheckpointError, NoCheckpointError, RestoreTimeoutError, StorageError
+from ray_jax_ckpt.errors import CheckpointError, NoCheckpointError
 from ray_jax_ckpt.model.results import Status
 from ray_jax_ckpt.storage.files import exists
-from ray_jax_ckpt.storage.filesystem import describe, join, reading, with_names
+from ray_jax_ckpt.storage.filesystem import describe, directory_names, join, reading
 from ray_jax_ckpt.storage.manifest import FOLDER, Manifest
-from ray_jax_ckpt.storage.reader import lacking, read_manifest
+from ray_jax_ckpt.storage.reader import inspect, lacking, read_manifest, some
 from ray_jax_ckpt.storage.records import GONE, Origin, Record, State
 from ray_jax_ckpt.storage.runs import directories, is_temporary
 
@@ -52,7 +52,7 @@ def reconciled(
     added += [one.model_copy(update={"report_index": next(numbers)}) for one in reports if one is not None]
     index = next(numbers)
     if added:
-        notes.append(f"It did not list {len(added)} checkpoints that are there: {_some(r.path for r in added)}")
+        notes.append(f"It did not list {len(added)} checkpoints that are there: {some(r.path for r in added)}")
     ready = {record.path for record in added}
     checkpoints = (*(record for record in kept if record.path not in ready), *added)
     return state.changed(checkpoints=checkpoints, report_index=index), notes
@@ -94,7 +94,7 @@ def found_record(
         logger.warning("Passed over the checkpoint %s: %s", path, error)
         return None
     if missing:
-        logger.warning("Passed over the checkpoint %s: it lacks %s.", path, _some(missing))
+        logger.warning("Passed over the checkpoint %s: it lacks %s.", path, some(missing))
     return None if missing else record_of(manifest, path, origin)
 
 
@@ -111,13 +111,7 @@ def problem_of(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
             return GONE
         if not exists(filesystem, join(path, FOLDER)):
             return ""
-    try:
-        missing = lacking(filesystem, path, read_manifest(filesystem, path))
-    except (StorageError, RestoreTimeoutError):
-        raise
-    except CheckpointError as error:
-        return str(error)
-    return f"{len(missing)} of its files are not as they were written: {_some(missing)}" if missing else ""
+    return inspect(filesystem, path)[0]
 
 
 def _without_lost(records: Iterable[Record], there: set[str]) -> tuple[list[Record], list[str]]:
@@ -133,26 +127,16 @@ def _without_lost(records: Iterable[Record], there: set[str]) -> tuple[list[Reco
             "the run wrote to?"
         ]
     gone = {record.path for record in lost}
-    note = f"{len(lost)} checkpoints that it lists are gone and no longer listed: {_some(sorted(gone))}"
+    note = f"{len(lost)} checkpoints that it lists are gone and no longer listed: {some(sorted(gone))}"
     return [record for record in records if record.path not in gone], [note]
 
 
 def reported_directories(filesystem: pyarrow.fs.FileSystem, run_path: str) -> set[str]:
     """Names of the directories that Ray has made for what was reported to it, finished or not. Raises OSError."""
-    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(run_path, allow_not_found=True))
-    return {
-        info.base_name
-        for info in with_names(infos)
-        if info.type == pyarrow.fs.FileType.Directory and REPORTED.fullmatch(info.base_name)
-    }
+    return {name for name in directory_names(filesystem, run_path) if REPORTED.fullmatch(name)}
 
 
 def _below(paths: Iterable[str], run_path: str) -> Iterable[str]:
     # Some filesystems begin what they list with a slash, whatever they are asked for.
     prefix = run_path.strip("/") + "/"
     return (path.lstrip("/").removeprefix(prefix) for path in paths)
-
-
-def _some(paths: Iterable[str]) -> str:
-    found = list(paths)
-    return ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")

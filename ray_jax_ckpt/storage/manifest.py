@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 import ray_jax_ckpt.values  # noqa: F401  (np.dtype knows bfloat16 and its like only then)
-from ray_jax_ckpt.errors import IntegrityError, NotSupportedError
+from ray_jax_ckpt.errors import CheckpointError, IntegrityError, NotSupportedError
 from ray_jax_ckpt.model import metrics as metrics_
 from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.model.shards import Box, Generation, whole
@@ -338,17 +338,19 @@ def parse_rank(raw: bytes, where: str) -> RankRecord:
     return _parse(RankRecord, parse_object(raw, where), where)
 
 
-def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """A JSON object that comes from storage. Raises IntegrityError if it is none, or too large."""
-    if len(raw) > MAX_MANIFEST_BYTES:
-        raise IntegrityError(f"{where} has {len(raw)} bytes, and {MAX_MANIFEST_BYTES} are read at most.")
+def parse_object(
+    raw: bytes, where: str, *, most_bytes: int = MAX_MANIFEST_BYTES, error: type[CheckpointError] = IntegrityError
+) -> dict[str, Any]:
+    """A JSON object that comes from storage. Raises `error` if it is none, or too large."""
+    if len(raw) > most_bytes:
+        raise error(f"{where} has {len(raw)} bytes, and {most_bytes} are read at most.")
     try:
         # Nesting is bounded by the interpreter's limit on recursion.
         tree = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{where} is damaged: {type(error).__name__}: {error}.") from None
+    except (ValueError, RecursionError) as found:
+        raise error(f"{where} is damaged: {type(found).__name__}: {found}.") from None
     if not isinstance(tree, dict):
-        raise IntegrityError(f"{where} is damaged: it is no JSON object.")
+        raise error(f"{where} is damaged: it is no JSON object.")
     return tree
 
 

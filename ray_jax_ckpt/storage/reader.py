@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import pyarrow.fs as pafs
 
-from ray_jax_ckpt.errors import IntegrityError
+from ray_jax_ckpt.errors import CheckpointError, IntegrityError, RestoreTimeoutError, StorageError
 from ray_jax_ckpt.model.index import Index, Layout, PartLayout, lay_out
 from ray_jax_ckpt.model.leaves import LeafSpec
 from ray_jax_ckpt.model.placement import host_part_id
@@ -78,6 +78,29 @@ def lacking(filesystem: pafs.FileSystem, path: str, manifest: Manifest, deadline
         for name, record in manifest.files.items()
         if sizes.get(name) != record.size and (name in sizes or name != MARKER)
     ]
+
+
+def inspect(filesystem: pafs.FileSystem, path: str) -> tuple[str, Manifest | None]:
+    """Why a checkpoint cannot be restored, as far as a listing tells, "" if nothing speaks against it; its manifest.
+
+    Raises:
+        StorageError, RestoreTimeoutError: It cannot be read. That says nothing of what is there.
+    """
+    try:
+        manifest = read_manifest(filesystem, path)
+        missing = lacking(filesystem, path, manifest)
+    except (StorageError, RestoreTimeoutError):
+        raise
+    except CheckpointError as error:
+        return str(error), None
+    problem = f"{len(missing)} of its files are not as they were written: {some(missing)}"
+    return problem if missing else "", manifest
+
+
+def some(names: Iterable[str]) -> str:
+    """The first of them, in words."""
+    found = list(names)
+    return ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")
 
 
 def verify(filesystem: pafs.FileSystem, path: str, *, streams: int = 4, timeout_s: float = 3600.0) -> Manifest:

@@ -12,7 +12,7 @@ from ray_jax_ckpt.errors import NotSupportedError, StateError
 from ray_jax_ckpt.model import metrics as metrics_
 from ray_jax_ckpt.model.results import Status
 from ray_jax_ckpt.model.shards import Generation
-from ray_jax_ckpt.storage.manifest import check_path
+from ray_jax_ckpt.storage.manifest import check_path, parse_object
 from ray_jax_ckpt.storage.migrations import MIGRATIONS, is_of_ray
 
 VERSION = 1
@@ -195,7 +195,9 @@ def parse_state(raw: bytes, where: str) -> State:
         StateError: It is none, or damaged.
         NotSupportedError: A newer version of this package wrote it.
     """
-    tree = _object(raw, where)
+    if not raw.strip():
+        raise StateError(f"{where} is empty.")
+    tree = parse_object(raw, where, most_bytes=MAX_STATE_BYTES, error=StateError)
     version = 0 if is_of_ray(tree) else tree.get("version")
     if type(version) is not int or version < 0:
         raise StateError(f"{where} is not the state of a run: it has the version {version!r:.50}.")
@@ -216,17 +218,3 @@ def parse_state(raw: bytes, where: str) -> State:
         raise StateError(f"{where} is damaged, at {at:.200}: {first['msg']}.") from None
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise StateError(f"{where} is damaged: {type(error).__name__}: {error}.") from None
-
-
-def _object(raw: bytes, where: str) -> dict[str, Any]:
-    if len(raw) > MAX_STATE_BYTES:
-        raise StateError(f"{where} has {len(raw)} bytes, and {MAX_STATE_BYTES} are read at most.")
-    if not raw.strip():
-        raise StateError(f"{where} is empty.")
-    try:
-        tree = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise StateError(f"{where} is damaged: {type(error).__name__}: {error}.") from None
-    if not isinstance(tree, dict):
-        raise StateError(f"{where} is damaged: it is no JSON object.")
-    return tree

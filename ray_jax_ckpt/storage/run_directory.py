@@ -7,7 +7,7 @@ import re
 import pyarrow.fs
 
 from ray_jax_ckpt.errors import NoCheckpointError
-from ray_jax_ckpt.storage.filesystem import describe, join, with_names
+from ray_jax_ckpt.storage.filesystem import describe, directory_names, join
 from ray_jax_ckpt.storage.manifest import FOLDER, MANIFEST
 from ray_jax_ckpt.storage.runs import FOLDER as CHECKPOINTS
 
@@ -25,7 +25,7 @@ def is_run(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
     """Whether a run has left its state, its log or a checkpoint in a directory. Raises OSError."""
     if _is_marked(filesystem, path):
         return True
-    return any(_REPORTED.fullmatch(name) for name in _directories(filesystem, path))
+    return any(_REPORTED.fullmatch(name) for name in directory_names(filesystem, path))
 
 
 def check_run(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
@@ -55,15 +55,10 @@ def hint(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
 
 def runs_below(filesystem: pyarrow.fs.FileSystem, path: str) -> list[str]:
     """Names of the directories in a directory that are runs', as far as a short look tells. Raises OSError."""
-    names = sorted(_directories(filesystem, path))[:_MAX_BELOW]
+    names = sorted(directory_names(filesystem, path))[:_MAX_BELOW]
     return [name for name in names if _is_marked(filesystem, join(path, name))]
 
 
 def _is_marked(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
     infos = filesystem.get_file_info([join(path, mark) for mark in _MARKS])
     return any(info.type != pyarrow.fs.FileType.NotFound for info in infos)
-
-
-def _directories(filesystem: pyarrow.fs.FileSystem, path: str) -> list[str]:
-    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
-    return [info.base_name for info in with_names(infos) if info.type == pyarrow.fs.FileType.Directory]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import uuid
 from collections.abc import Iterator
 
 import pyarrow.fs
 
-from ray_jax_ckpt.errors import CheckpointError
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.storage.files import TEMPORARY, exists
 from ray_jax_ckpt.storage.filesystem import with_names
-from ray_jax_ckpt.storage.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_manifest
-
-logger = logging.getLogger(__name__)
+from ray_jax_ckpt.storage.manifest import MANIFEST
 
 FOLDER = "ray_jax_ckpt/checkpoints"
 _NAME = re.compile(r"attempt-(\d{4,18})\.(\d{1,18})-step-(\d{9,18})(?:-[0-9a-f]{8})?")
@@ -69,25 +65,6 @@ def newest_first(filesystem: pyarrow.fs.FileSystem, path: str) -> list[str]:
 def _age(path: str) -> tuple[int, ...]:
     found = _NAME.fullmatch(path.rpartition("/")[2])
     return tuple(map(int, found.groups())) if found else ()
-
-
-def find_checkpoints(filesystem: pyarrow.fs.FileSystem, run_path: str) -> Iterator[tuple[str, Manifest]]:
-    """Paths and manifests of the checkpoints that a run has written, in no order.
-
-    What is unfinished or damaged is passed over, with a warning if it has a manifest. Raises OSError if the storage
-    cannot be read.
-    """
-    for path in directories(filesystem, run_path):
-        if is_temporary(path):
-            continue
-        try:
-            with filesystem.open_input_stream(f"{path}/{MANIFEST}") as stream:
-                raw = stream.read(MAX_MANIFEST_BYTES + 1)
-            yield path, parse_manifest(raw, f"{path}/{MANIFEST}")
-        except FileNotFoundError:
-            logger.debug("%s is unfinished.", path)
-        except CheckpointError as error:
-            logger.warning("Passed over the checkpoint %s: %s", path, error)
 
 
 def find_unfinished(

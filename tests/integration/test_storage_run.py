@@ -19,11 +19,11 @@ import pytest
 import stored_job
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
+from support import find_checkpoints
 from training_cluster import training_cluster
 
 import ray_jax_ckpt as rjc
 from ray_jax_ckpt.storage.reader import verify
-from ray_jax_ckpt.storage.runs import find_checkpoints
 
 pytestmark = pytest.mark.timeout(480)
 

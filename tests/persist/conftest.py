@@ -12,13 +12,12 @@ import pytest
 import ray
 from group import Group
 from ray.cluster_utils import Cluster
-from support import eventually, local_cluster, new_run, workers_of
+from support import eventually, find_checkpoints, local_cluster, new_run, workers_of
 
 import ray_jax_ckpt as rjc
 from persist import steered
 from ray_jax_ckpt import worker
 from ray_jax_ckpt.memory.messages import RunIdentity
-from ray_jax_ckpt.storage.runs import find_checkpoints
 from ray_jax_ckpt.testing import FaultPlan
 
 TIMEOUT_S = 60

@@ -6,13 +6,14 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
+from sinks import Handler
 
 
 class Killed(OSError):
     """Nothing is done any more."""
 
 
-class Dying(pafs.FileSystemHandler):
+class Dying(Handler):
     """Changes a directory so many times; the last change is half done if it can be.
 
     Attributes:
@@ -20,30 +21,17 @@ class Dying(pafs.FileSystemHandler):
         done: Changes so far.
     """
 
+    name = "dying"
+
     def __init__(self, left: int | None = None) -> None:
         self._files = pafs.LocalFileSystem()
         self.left, self.done = left, 0
-
-    def filesystem(self) -> pafs.PyFileSystem:
-        return pafs.PyFileSystem(self)
 
     def count(self) -> None:
         if self.left == 0:
             raise Killed("killed")
         self.left = None if self.left is None else self.left - 1
         self.done += 1
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def get_type_name(self) -> str:
-        return "dying"
-
-    def normalize_path(self, path: str) -> str:
-        return path
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
         return self._files.get_file_info(paths)

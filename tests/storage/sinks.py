@@ -13,7 +13,28 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 
-class Sink(pafs.FileSystemHandler):
+class Handler(pafs.FileSystemHandler):
+    """What all of them have in common: each is equal to itself only, and takes paths as they are."""
+
+    name = "handler"
+
+    def filesystem(self) -> pafs.PyFileSystem:
+        return pafs.PyFileSystem(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def get_type_name(self) -> str:
+        return self.name
+
+    def normalize_path(self, path: str) -> str:
+        return path
+
+
+class Sink(Handler):
     """Keys and bytes: no directories, no rename. Refuses any call that only filesystems with directories have.
 
     Attributes:
@@ -23,6 +44,8 @@ class Sink(pafs.FileSystemHandler):
         quota: Bytes that fit in.
     """
 
+    name = "sink"
+
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.on_open: Callable[[str], None] = lambda path: None
@@ -31,24 +54,9 @@ class Sink(pafs.FileSystemHandler):
         self.opened: list[str] = []
         self._lock = threading.Lock()
 
-    def filesystem(self) -> pafs.PyFileSystem:
-        return pafs.PyFileSystem(self)
-
     def below(self, path: str) -> set[str]:
         """Keys below a path, relative to it."""
         return {key.removeprefix(f"{path}/") for key in self.objects if key.startswith(f"{path}/")}
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def get_type_name(self) -> str:
-        return "sink"
-
-    def normalize_path(self, path: str) -> str:
-        return path
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
         return [self._info(path) for path in paths]

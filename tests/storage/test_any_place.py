@@ -16,6 +16,7 @@ import pyarrow.fs as pafs
 import pytest
 from sinks import Sink
 from states import sharded
+from support import find_checkpoints
 from written import hold, write
 
 import ray_jax_ckpt as rjc
@@ -24,7 +25,7 @@ from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.storage.manifest import MANIFEST
 from ray_jax_ckpt.storage.reader import verify
 from ray_jax_ckpt.storage.restore import load
-from ray_jax_ckpt.storage.runs import FOLDER, checkpoint_path, find_checkpoints, find_unfinished
+from ray_jax_ckpt.storage.runs import FOLDER, checkpoint_path, find_unfinished
 
 LOCAL = pafs.LocalFileSystem()
 W = {"w": jnp.zeros(2, jnp.int32)}
