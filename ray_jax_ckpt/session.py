@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
+import threading
 import time
 import warnings
 import weakref
@@ -26,7 +26,6 @@ from ray_jax_ckpt.errors import (
     NoSessionError,
     SnapshotError,
     SnapshotTimeoutError,
-    StepError,
 )
 from ray_jax_ckpt.memory.announce import Listener
 from ray_jax_ckpt.memory.messages import Decision, Survey
@@ -37,6 +36,7 @@ from ray_jax_ckpt.model.attendance import Began
 from ray_jax_ckpt.model.index import Layout
 from ray_jax_ckpt.model.shards import Generation
 from ray_jax_ckpt.model.slots import Lease
+from ray_jax_ckpt.model.steps import checked_step
 from ray_jax_ckpt.need import Need
 from ray_jax_ckpt.observe import faults
 from ray_jax_ckpt.persisting import StorageSide
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """One worker's part in one attempt. Its methods are called from the training thread."""
+    """One worker's part in one attempt. Its methods are called from the training thread, `snapshot` from any."""
 
     def __init__(self, wiring: Wiring, decision: Decision, rank: int) -> None:
         self.coordinator, self.config, self.decision, self.rank = wiring.coordinator, wiring.config, decision, rank
@@ -68,6 +68,8 @@ class Session:
         self._room = DataRoom()
         self._told: Began | None = None
         self._looked = False
+        # One call at a time, whatever threads they come from: the next one may count on the last one's submitted job.
+        self._calls = threading.Lock()
         self._listener = Listener(self.coordinator, decision.attempt, rank, decision.leaving, self._missed)
         self._ranks: dict[int, int] | None = None
         self._pipeline = Pipeline(
@@ -109,7 +111,12 @@ class Session:
         self, step: int, state: Any, data: Any, metrics: dict[str, Any], force: bool, timeout_s: float
     ) -> SnapshotCheckpoint | None:
         """See `ray_jax_ckpt.snapshot`."""
-        step = self._checked_step(step)
+        with self._calls:
+            return self._snapshot(checked_step(step, self._last_step), state, data, metrics, force, timeout_s)
+
+    def _snapshot(
+        self, step: int, state: Any, data: Any, metrics: dict[str, Any], force: bool, timeout_s: float
+    ) -> SnapshotCheckpoint | None:
         self.storage.check()
         announced = self._listener.arrive((self.restores, step))
         if self._handle is not None and step == self._handle.step:
@@ -262,23 +269,6 @@ class Session:
             self._ranks = self.ask(self.coordinator.number_processes.remote(*arguments), timeout_s)
         return Topology(self.rank, domains, self.config.copies, self._ranks or {}, self._listener.leaving)
 
-    def _checked_step(self, step: Any) -> int:
-        try:
-            number = operator.index(step)
-        except TypeError:
-            number = None
-        if number is None or isinstance(step, bool):
-            raise StepError(f"step must be an int, got {step!r} of type {type(step).__name__}. Pass int(step).")
-        step = number
-        if step < 0:
-            raise StepError(f"step must not be negative, got {step}.")
-        if self._last_step is not None and step < self._last_step:
-            raise StepError(
-                f"Step {step} comes after step {self._last_step} in the same attempt. Going back needs restore(), "
-                "which starts a new line; otherwise steps must grow."
-            )
-        return step
-
     def _make_way(self, generation: Generation, force: bool, announced: bool, timeout_s: float) -> bool:
         """Waits for the previous snapshot, or skips this one. False: skipped."""
         if self._pipeline.idle(0):
@@ -301,7 +291,7 @@ class Session:
     def _skip(self, generation: Generation, why: str) -> None:
         """A snapshot that was due is not taken; training goes on."""
         self._abandon(generation, why)
-        warnings.warn(f"Snapshot of step {generation.step} skipped: {why}.", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"Snapshot of step {generation.step} skipped: {why}.", RuntimeWarning, stacklevel=6)
 
     def _must_wait(self) -> bool:
         try:

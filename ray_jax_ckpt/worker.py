@@ -45,9 +45,9 @@ def snapshot(
 ) -> SnapshotCheckpoint | None:
     """Keeps the training state of a step in memory that outlives this process. All ranks call it at the same steps.
 
-    One thread calls it. It returns when the copies from the devices are dispatched; storing, digesting and replicating
-    go on in the background. What the snapshot holds is the state at the call: afterwards it may be donated, deleted, or
-    mutated in place.
+    It returns when the copies from the devices are dispatched; storing, digesting and replicating go on in the
+    background. What the snapshot holds is the state at the call: afterwards it may be donated, deleted, or mutated in
+    place. Calls from several threads are served one after the other.
 
     Args:
         step: The training step, an int that grows within an attempt unless `restore` was called.

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import jax
@@ -141,6 +142,20 @@ def test_the_same_step_again_is_the_same_snapshot(attempts):
     restored = rjc.restore(handle)
     assert restored.state == {"x": 1}
     assert restored.metrics == {"loss": 1.0, "accuracy": 0.5}
+
+
+def test_calls_from_two_threads_are_one_after_the_other(attempts):
+    session = attempts.begin()
+    submit, inside, release = session._pipeline.submit, threading.Event(), threading.Event()
+    session._pipeline.submit = lambda job: (inside.set(), release.wait(60), submit(job))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(rjc.snapshot, 1, {"x": 1})
+        assert inside.wait(60)
+        second = pool.submit(rjc.snapshot, 2, {"x": 2})
+        assert not wait([second], 0.3).done
+        release.set()
+        assert (first.result(60).step, second.result(60).step) == (1, 2)
+    assert rjc.restore(second.result()).state == {"x": 2}
 
 
 def test_steps_only_go_back_after_a_restore(attempts):
