@@ -10,13 +10,14 @@ import pyarrow.fs
 from ray.exceptions import RayActorError
 from ray.train._internal.session import _TrainingResult as TrainingResult
 from ray.train._internal.utils import get_address_and_port
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.exceptions import CheckpointManagerInitializationError, WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2.jax.config import _JaxBackend as RayJaxBackend
 
 __all__ = [
+    "CheckpointManagerInitializationError",
     "ControllerCallback",
     "RayJaxBackend",
     "ReportCallback",

@@ -19,8 +19,8 @@ from ray.train import (
 )
 
 from ray_jax_ckpt import metrics as metrics_
-from ray_jax_ckpt._ray_compat import TrainingResult
-from ray_jax_ckpt.errors import ConfigError
+from ray_jax_ckpt._ray_compat import CheckpointManagerInitializationError, TrainingResult
+from ray_jax_ckpt.errors import ConfigError, StateError
 from ray_jax_ckpt.model import results
 from ray_jax_ckpt.model.metrics import put_back
 from ray_jax_ckpt.model.results import Entry, Policy, Status
@@ -50,9 +50,10 @@ class Registry:
 
     It keeps the best `num_to_keep` and always the newest verified one, removes the others in the background when the
     state that does not list them is on storage, and is the same again in a new process: the state lies in
-    `<run>/ray_jax_ckpt/state.json`, written off the calling thread. It never removes what lies outside of the run's
-    directory, what was not registered, or what Ray's own list names. Thread-safe; none of its methods but the
-    constructor, `flush` and `before_init_train_context` waits for storage.
+    `<run>/ray_jax_ckpt/state.json`, written off the calling thread. If somebody else writes that, such as the
+    `CheckpointManager` of a run that goes on, theirs stays, with a warning, and nothing more is kept or removed here.
+    It never removes what lies outside of the run's directory, what was not registered, or what Ray's own list names.
+    Thread-safe; none of its methods but the constructor, `flush` and `before_init_train_context` waits for storage.
 
     Args:
         checkpoint_config: Of Ray: how many stay, and by which metric. A name may be a path, as "eval.loss".
@@ -74,7 +75,7 @@ class Registry:
         )
         self._lock, self._writer = threading.RLock(), object()
         self._waiters = Waiters()
-        self._saver = saver_of(StateFile(self._filesystem, self._run_path))
+        self._saver = saver_of(StateFile(self._filesystem, self._run_path, yields=True))
         self._remover = Remover(
             self._filesystem,
             self._run_path,
@@ -299,10 +300,13 @@ class Registry:
         """Takes a state for its own.
 
         Raises:
-            StateError: It is none, or damaged.
+            StateError: It is none, or damaged. It is Ray's `CheckpointManagerInitializationError` as well.
             NotSupportedError: A newer version of this package wrote it.
         """
-        state = parse_state(json_state.encode(), "The text")
+        try:
+            state = parse_state(json_state.encode(), "The text")
+        except StateError as error:
+            raise _InitializationError(str(error)) from None
         with self._lock:
             self._take(state)
             self._waiters.wake()
@@ -401,6 +405,10 @@ class Registry:
                 "upload, or write it there."
             )
         return path[len(prefix) :].rstrip("/")
+
+
+class _InitializationError(StateError, CheckpointManagerInitializationError):
+    """Of a state, where Ray's own manager has an error of its own."""
 
 
 def _checkpoint_of(result: TrainingResult) -> Checkpoint:

@@ -22,7 +22,7 @@ from ray_jax_ckpt.model.results import Status
 from ray_jax_ckpt.storage.chronicle import after as after_
 from ray_jax_ckpt.storage.chronicle import not_settled, pending_of, with_rays_list
 from ray_jax_ckpt.storage.filesystem import Place
-from ray_jax_ckpt.storage.inventory import found_record
+from ray_jax_ckpt.storage.inventory import found_record, with_unremoved
 from ray_jax_ckpt.storage.ray_state import read_ray_state
 from ray_jax_ckpt.storage.records import Driver, Record, State
 from ray_jax_ckpt.storage.saver import StateSaver
@@ -86,9 +86,9 @@ class BooksFile:
         file = StateFile(filesystem, self._run.path)
         while self._state is None:
             try:
-                loaded = await asyncio.to_thread(file.load)
+                state = await asyncio.to_thread(_load, file)
                 self._saver = StateSaver(file)
-                self._begin(loaded.state.taken_over(driver))
+                self._begin(state.taken_over(driver))
             except NotSupportedError as error:
                 logger.warning("The run's state is not kept: %s", error)
                 return
@@ -198,6 +198,10 @@ class BooksFile:
         new = [one.path for one in ([] if listed is None else listed.checkpoints) if one.path not in known]
         found = {one: found_record(filesystem, path, one, "report") for one in new}
         return listed, {one: record for one, record in found.items() if record is not None}
+
+
+def _load(file: StateFile) -> State:
+    return with_unremoved(file.load().state, file.filesystem, file.run_path)
 
 
 def _all(state: State, changes: list[Callable[[State], State]]) -> State:

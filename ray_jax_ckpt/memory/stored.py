@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import pyarrow.fs
@@ -45,7 +45,7 @@ class Stored:
     Attributes:
         known: By generation; what the stores wrote.
         reports: What was reported through Ray.
-        bad: Paths that somebody could not restore: not offered again.
+        bad: Paths that somebody could not restore, and why: not offered again.
         unfinished: Directories that earlier drivers have left and that are no checkpoints.
     """
 
@@ -56,7 +56,7 @@ class Stored:
         self._first_attempt = self._latest_aside = 0
         self.known: dict[Generation, Persisted] = {}
         self.reports = Reports(run)
-        self.bad: set[str] = set()
+        self.bad: dict[str, str] = {}
         self.unfinished: set[str] = set()
 
     def new_path(self, generation: Generation) -> str:
@@ -89,7 +89,7 @@ class Stored:
 
     def suspect(self, path: str, said: str) -> None:
         """Somebody could not restore what lies there: it is not offered again."""
-        self.bad.add(path)
+        self.bad[path] = said
         logger.warning("The checkpoint %s could not be restored and is passed over from now on: %s", path, said)
         for generation in [one.generation for one in self.known.values() if one.path == path]:
             del self.known[generation]
@@ -137,12 +137,14 @@ class Stored:
 
         Raises:
             RestoreError: There is nothing to restore, in memory or on storage, as far as this could be read; but there
-                may be something that could not be. To start afresh then would be to lose the run.
+                may be something that could not be, or there was something that is broken. To start afresh then would
+                be to lose the run.
         """
         filesystem = self._run.filesystem
         if filesystem is None:
             return None
-        unread, num_late = self._unread, 0
+        unread, num_late, broken = self._unread, 0, dict[str, str]()
+        found = None
         for generation, tier, path in self._offers(avoided):
             if in_memory is not None and rank(generation, avoided) <= rank(in_memory, avoided):
                 break
@@ -159,13 +161,24 @@ class Stored:
                 logger.warning("The checkpoint %s is passed over this time, since it cannot be read: %s", path, error)
                 continue
             if not problem:
-                return StoredPlace(generation, path, filesystem, tier, created_at_s)
-            # What Ray copies may be whole the next time.
+                found = StoredPlace(generation, path, filesystem, tier, created_at_s)
+                break
+            # What Ray copies may be whole the next time, and has never been whole if it was interrupted.
             if tier is Tier.STORAGE:
-                self.suspect(path, problem)
-        if in_memory is None and unread:
+                broken[path] = problem
+        if in_memory is None and found is None:
+            self._require_none(unread, broken)
+        for path, problem in broken.items():
+            self.suspect(path, problem)
+        return found
+
+    def _require_none(self, unread: str, broken: Mapping[str, str]) -> None:
+        """Nothing was found: it must be certain that there is nothing."""
+        if unread:
             raise _unreadable(unread)
-        return None
+        own = {path: said for path, said in self.bad.items() if path.startswith(f"{self._run.path}/")}
+        if lost := own | dict(broken):
+            raise _broken(lost)
 
     def _offers(self, avoided: Collection[Generation]) -> list[tuple[Generation, Tier, str]]:
         """What there is to restore, best first. Of the same generation what the stores wrote comes first."""
@@ -180,6 +193,15 @@ def _unreadable(unread: str) -> RestoreError:
         f"What this run has on storage cannot be read ({unread:.1000}), and memory holds nothing. Failing this "
         "attempt instead of starting from the beginning. If there is nothing to go on from, use another name= "
         "for the run, or remove what cannot be read."
+    )
+
+
+def _broken(lost: Mapping[str, str]) -> RestoreError:
+    said = "; ".join(f"{path}: {problem}" for path, problem in lost.items())
+    return RestoreError(
+        f"Nothing of what this run has on storage can be restored ({said:.1000}), and memory holds nothing. Failing "
+        "this attempt instead of starting from the beginning. Bring back what is missing; or, to start from the "
+        "beginning, say CheckpointManager(resume='never'), or use another name= for the run."
     )
 
 

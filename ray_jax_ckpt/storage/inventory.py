@@ -58,6 +58,15 @@ def reconciled(
     return state.changed(checkpoints=checkpoints, report_index=index), notes
 
 
+def with_unremoved(state: State, filesystem: pyarrow.fs.FileSystem, run_path: str) -> State:
+    """The state, with what was to be removed and is whole still listed again: nobody removes it any more.
+
+    For who takes over from one that has ended. His own rules say what is superfluous.
+    """
+    found = [found_record(filesystem, run_path, path, "persist", whole=True) for path in state.removing]
+    return state.changed(removing=(), checkpoints=(*state.checkpoints, *(one for one in found if one is not None)))
+
+
 def record_of(manifest: Manifest, path: str, origin: Origin) -> Record:
     """What a manifest says of the checkpoint at a path that is relative to its run."""
     return Record(

@@ -75,11 +75,14 @@ class StateFile:
     Args:
         filesystem: Where the run is.
         run_path: Its directory.
+        yields: Whether what somebody else writes after it was loaded here stays, whoever that is.
     """
 
-    def __init__(self, filesystem: pyarrow.fs.FileSystem, run_path: str) -> None:
+    def __init__(self, filesystem: pyarrow.fs.FileSystem, run_path: str, *, yields: bool = False) -> None:
         self.filesystem, self.run_path = filesystem, run_path.rstrip("/") or run_path
-        self._tidied = False
+        self._yields, self._tidied = yields, False
+        # As it was read, and as it was written last: that may have come through although it seemed to have failed.
+        self._known: tuple[bytes | None, bytes | None] = None, None
 
     def load(self) -> Loaded:
         """The run's state, with its warning logged. Changes nothing on storage.
@@ -112,7 +115,8 @@ class StateFile:
         """Writes it, and keeps the one that was there beside it. A damaged one is kept too, under a name of its own.
 
         Raises:
-            StaleDriverError: A newer driver has taken the run over, and its state stays.
+            StaleDriverError: A newer driver has taken the run over, or anybody has written it and this one `yields`:
+                theirs stays.
             NotSupportedError: What is there was written by a newer version of this package, and stays.
             OSError: Storage did not take it; what was there is there still.
         """
@@ -120,12 +124,16 @@ class StateFile:
         current = self._read(STATE)
         if current is not None:
             self._put_by(current, state)
-        write_whole(self.filesystem, join(self.run_path, STATE), state.to_bytes())
+        raw = state.to_bytes()
+        self._known = self._known[0], raw
+        write_whole(self.filesystem, join(self.run_path, STATE), raw)
 
     def _read_one_of(self, problems: list[str]) -> tuple[State, Literal["state", "previous", "rebuilt"]]:
         candidates: list[tuple[str, Literal["state", "previous"]]] = [(STATE, "state"), (PREVIOUS, "previous")]
         for name, found in candidates:
             raw = self._read(name)
+            if name == STATE:
+                self._known = raw, self._known[1]
             if raw is None:
                 continue
             try:
@@ -155,6 +163,11 @@ class StateFile:
             write_whole(self.filesystem, join(self.run_path, kept), current)
             logger.warning("%s It is kept as %s.", error, self._says(kept))
             return
+        if self._yields and current not in self._known:
+            raise StaleDriverError(
+                f"{where} was written by somebody else, {_named(found.driver)}, after it was read here: two write "
+                "the books of one run. Theirs stay, and what is registered here from now on is not kept."
+            )
         self._fence(found.driver, state.driver, where)
         write_whole(self.filesystem, join(self.run_path, PREVIOUS), current)
 
@@ -164,7 +177,7 @@ class StateFile:
             return
         if own is None or found.started_at_s >= own.started_at_s:
             raise StaleDriverError(
-                f"{where} belongs to the driver {found.id} (process {found.pid} on {found.host or 'an unknown host'}), "
+                f"{where} belongs to {_named(found)}, "
                 f"which has taken the run over; {'nobody' if own is None else own.id} writes it no more. End this run "
                 "if it still trains."
             )
@@ -191,6 +204,12 @@ class StateFile:
 
     def _says(self, name: str) -> str:
         return describe(self.filesystem, join(self.run_path, name) if name else self.run_path)
+
+
+def _named(driver: Driver | None) -> str:
+    if driver is None:
+        return "no driver"
+    return f"the driver {driver.id} (process {driver.pid} on {driver.host or 'an unknown host'})"
 
 
 def current_state(filesystem: pyarrow.fs.FileSystem, run_path: str) -> State:

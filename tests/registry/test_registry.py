@@ -20,12 +20,13 @@ from ray.train import (
     ReportedCheckpointStatus,
     ValidationTaskConfig,
 )
+from ray.train.v2._internal.exceptions import CheckpointManagerInitializationError
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 import ray_jax_ckpt as rjc
 from ray_jax_ckpt.errors import NotSupportedError, StateError
-from ray_jax_ckpt.storage.state import STATE
+from ray_jax_ckpt.storage.state import STATE, Driver, State, StateFile
 
 BEST = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score", checkpoint_score_order="max")
 MAKE = Callable[..., Any]
@@ -86,6 +87,38 @@ def test_directories_that_never_were_do_not_lose_the_list(context: StorageContex
 def test_text_that_is_no_state_is_refused(context: StorageContext, text: str):
     with pytest.raises(StateError):
         rjc.Registry(CheckpointConfig(), context)._load_state(text)
+
+
+def test_an_error_of_the_state_is_ray_s_own_too(context: StorageContext):
+    with pytest.raises(CheckpointManagerInitializationError, match="version"):
+        rjc.Registry(CheckpointConfig(), context)._load_state("{}")
+
+
+def test_what_somebody_else_writes_meanwhile_stays(context: StorageContext, result_of: MAKE, caplog: Any):
+    registry = rjc.Registry(BEST, context)
+    registry.register_checkpoint(result_of(1))
+    assert registry.flush() == ""
+    path = Path(context.experiment_fs_path, STATE)
+    theirs = State(run="theirs", driver=Driver(id="of a run that goes on", host="here", pid=7)).to_bytes()
+    path.write_bytes(theirs)
+    with caplog.at_level(logging.WARNING):
+        registry.register_checkpoint(result_of(2))
+        assert "two write the books of one run" in registry.flush(30)
+    assert path.read_bytes() == theirs
+    assert "of a run that goes on (process 7 on here)" in caplog.text
+    # What is not known to be forgotten is not removed.
+    assert on_disk(context) == {"checkpoint_001", "checkpoint_002"}
+
+
+def test_a_driver_that_is_listed_is_not_impersonated(context: StorageContext, result_of: MAKE):
+    driver = Driver(id="lives", host="here", pid=7, started_at_s=1.0)
+    coordinator = StateFile(context.storage_filesystem, context.experiment_fs_path)
+    coordinator.save(State(run="run", driver=driver))
+    registry = rjc.Registry(BEST, context)
+    coordinator.save(State(run="run", driver=driver, report_index=3))
+    registry.register_checkpoint(result_of(1))
+    assert "two write" in registry.flush(30)
+    assert coordinator.load().state.report_index == 3
 
 
 def test_state_as_text_goes_round(context: StorageContext, result_of: MAKE):
