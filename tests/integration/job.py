@@ -22,13 +22,16 @@ class Config:
     Attributes:
         directory: Where ranks write what they see.
         death: "worker": rank 1 kills itself after step `DEATH` of the first attempt. "node": it says where it is then,
-            and waits to be killed from outside. "plan": nothing here; faults are armed.
+            and waits to be killed from outside. "controller": the same, and the controller is killed. "plan": nothing
+            here; faults are armed.
         template: What is restored into: "abstract" or "concrete".
+        linger_s: How much longer than rank 0 the others are busy at the end.
     """
 
     directory: Path
     death: str
     template: str
+    linger_s: float = 0.0
 
 
 class Batches:
@@ -190,6 +193,8 @@ def train(config: Config) -> None:
             die(config, record)
     record.add("finished", state=training.summary(state), latest=rjc.latest())
     ray.train.report({"loss": float(loss)})
+    time.sleep(config.linger_s if rank else 0.0)
+    record.add("returned")
 
 
 def die(config: Config, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""Two runs of stock JaxTrainer: one loses a worker, one a whole node; both end as if nothing had happened.
+"""Runs of stock JaxTrainer that lose a worker, a whole node, or their controller, and end as if nothing had happened.
 
 Each run is made once; the tests look at what it left behind.
 """
@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import pytest
 import ray
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
 
@@ -55,9 +56,7 @@ def cluster(plan: FaultPlan) -> Iterator[Cluster]:
             cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0})
             for _ in range(2):
                 cluster.add_node(**NODE)
-            # Ray Train's clean-up asks "the" cluster of this machine, which may be another one.
-            environment = {"env_vars": {"RAY_ADDRESS": cluster.address}}
-            ray.init(address=cluster.address, runtime_env=environment, log_to_driver=False)
+            connect(cluster)
         cloudpickle.register_pickle_by_value(job)
         try:
             yield cluster
@@ -65,6 +64,12 @@ def cluster(plan: FaultPlan) -> Iterator[Cluster]:
             cloudpickle.unregister_pickle_by_value(job)
             ray.shutdown()
             cluster.shutdown()
+
+
+def connect(cluster: Cluster) -> None:
+    # Ray Train's clean-up asks "the" cluster of this machine, which may be another one.
+    environment = {"env_vars": {"RAY_ADDRESS": cluster.address}}
+    ray.init(address=cluster.address, runtime_env=environment, log_to_driver=False)
 
 
 @contextlib.contextmanager
@@ -90,9 +95,10 @@ class Run:
         return [found for found in self.events if found["event"] == event]
 
 
-def finish(directory: Path, death: str, template: str, max_failures: int = 1) -> Run:
-    config = job.Config(directory, death, template)
-    trainer = JaxTrainer(
+def trainer_of(config: job.Config, max_failures: int, persist: rjc.PersistConfig | None = None) -> JaxTrainer:
+    directory, death = config.directory, config.death
+    snapshot = rjc.SnapshotConfig(every_n_steps=job.EVERY, copies=2)
+    return JaxTrainer(
         job.train,
         train_loop_config=config,
         jax_config=rjc.JaxConfig(compilation_cache_dir=str(directory.parent / "xla")),
@@ -101,16 +107,27 @@ def finish(directory: Path, death: str, template: str, max_failures: int = 1) ->
             name=death,
             storage_path=str(directory / "storage"),
             failure_config=FailureConfig(max_failures=max_failures),
-            callbacks=[rjc.CheckpointManager(snapshot=rjc.SnapshotConfig(every_n_steps=job.EVERY, copies=2))],
+            callbacks=[rjc.CheckpointManager(snapshot=snapshot, persist=persist)],
             worker_runtime_env={
                 "env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
             },
         ),
     )
+
+
+def fit(trainer: JaxTrainer) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("default")  # Ray Data warns of its own settings
-        result = trainer.fit()
+        return trainer.fit()
+
+
+def finish(directory: Path, death: str, template: str, max_failures: int = 1) -> Run:
+    result = fit(trainer_of(job.Config(directory, death, template), max_failures))
     assert result.error is None
+    return looked_at(directory, death)
+
+
+def looked_at(directory: Path, death: str) -> Run:
     lines = (directory / "storage" / death / "ray_jax_ckpt" / "events.jsonl").read_text().splitlines()
     return Run(directory, [json.loads(line) for line in lines], leftovers())
 
@@ -150,7 +167,7 @@ def node_death(cluster: Cluster, worker_death: Run, tmp_path_factory: pytest.Tem
     directory = tmp_path_factory.mktemp("node")
     with forks_allowed():
         cluster.add_node(**NODE)
-    killer = threading.Thread(target=kill_when_doomed, args=(directory,), daemon=True)
+    killer = threading.Thread(target=kill_when_doomed, args=(directory, kill_the_node), daemon=True)
     killer.start()
     run = finish(directory, "node", "concrete")
     killer.join(timeout=30)
@@ -171,11 +188,42 @@ def failures(cluster: Cluster, plan: FaultPlan, tmp_path_factory: pytest.TempPat
     return finish(tmp_path_factory.mktemp("failures"), "plan", "abstract", max_failures=2), armed
 
 
-def kill_when_doomed(directory: Path, timeout_s: float = 240.0) -> None:
+@pytest.fixture(scope="module")
+def controller_death(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str, Any]:
+    """The controller died; what its driver saw, and what became of the same run with the next driver.
+
+    In one driver Ray frees what the dead controller had reserved only where it can ask its dashboard, which takes
+    `ray[default]` (`PlacementGroupCleaner` of Ray 2.60); when a driver ends it is free in any case.
+    """
+    directory = tmp_path_factory.mktemp("controller")
+    config = job.Config(directory, "controller", "abstract", linger_s=5.0)
+    persist = rjc.PersistConfig(every_n_steps=job.EVERY, num_to_keep=2)
+    killer = threading.Thread(target=kill_when_doomed, args=(directory, kill_controller), daemon=True)
+    killer.start()
+    with pytest.raises(RayError) as caught:
+        fit(trainer_of(config, 1, persist))
+    killer.join(timeout=30)
+    ray.shutdown()
+    connect(cluster)
+    result = fit(trainer_of(config, 0, persist))
+    assert result.error is None
+    return looked_at(directory, "controller"), repr(caught.value), result
+
+
+def kill_the_node(doomed: dict[str, Any]) -> None:
+    kill_node(doomed["node"])
+
+
+def kill_controller(_: dict[str, Any]) -> None:
+    (controller,) = [one for one in descendants() if title(one).startswith("ray::TrainController")]
+    controller.kill()
+
+
+def kill_when_doomed(directory: Path, kill: Callable[[dict[str, Any]], None], timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if doomed := job.read(directory, 1, 1, "doomed"):
-            kill_node(doomed[0]["node"])
+            kill(doomed[0])
             return
         time.sleep(0.05)
 
@@ -263,3 +311,24 @@ def test_a_second_failure_during_the_restore_loses_nothing_and_dead_stores_and_c
     assert [found["loss"] for found in job.read(run.directory, 3, 0, "step")] == losses[job.PROTECTED :]
     assert [found["state"] for found in run.seen(3, "finished")] == [state] * 2
     assert run.left_behind == []
+
+
+def test_after_its_controller_s_death_the_run_goes_on_from_memory_with_the_next_driver(controller_death, reference):
+    run, said, _ = controller_death
+    assert "ActorDied" in said, said
+    restored = run.seen(2, "restored")
+    assert [(found["step"], found["source"]) for found in restored] == [(job.PROTECTED, "memory:local")] * 2
+    losses, state = reference
+    assert [found["loss"] for found in job.read(run.directory, 2, 0, "step")] == losses[job.PROTECTED :]
+    assert [found["state"] for found in run.seen(2, "finished")] == [state] * 2
+    # The attempts are numbered on.
+    assert [(found["attempt"], found["step"]) for found in run.noted("decision")] == [(1, None), (2, job.PROTECTED)]
+    assert run.left_behind == []
+
+
+def test_a_run_of_which_one_rank_returns_long_before_the_other_ends_once_with_all_that_was_due(controller_death):
+    run, _, result = controller_death
+    assert len(run.seen(2, "returned")) == 2
+    assert run.seen(3, "started") == []
+    assert [found.step for found in rjc.checkpoints(result)] == [9, 12]
+    assert len(run.noted("finished")) == 1
