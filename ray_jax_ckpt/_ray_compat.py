@@ -16,6 +16,8 @@ from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2.jax.config import _JaxBackend as RayJaxBackend
 
+from ray_jax_ckpt.model.choice import crash_kind
+
 __all__ = [
     "CheckpointManagerInitializationError",
     "ControllerCallback",
@@ -25,6 +27,7 @@ __all__ = [
     "WorkerGroupCallback",
     "WorkerGroupStartupFailedError",
     "callbacks_of",
+    "crash_of",
     "dead_ranks",
     "disown_started_state",
     "ended_well",
@@ -44,6 +47,10 @@ __all__ = [
     "storage_filesystem",
     "world_rank",
 ]
+
+
+# What Ray says of an actor that has died with its node, in a text only (2.60).
+NODE_DIED = "its node has died"
 
 
 def storage_filesystem(train_run_context: Any) -> pyarrow.fs.FileSystem:
@@ -87,6 +94,18 @@ def max_failures(train_run_context: Any) -> int:
 def failures_of(poll_status: Any) -> dict[int, str]:
     """What Ray's poll says of failed ranks."""
     return {rank: f"{type(error).__name__}: {error}" for rank, error in poll_status.errors.items()}
+
+
+def crash_of(poll_status: Any) -> tuple[str, ...]:
+    """The kinds of errors that ranks have failed with; of those that went with their nodes none."""
+    kinds: set[str] = set()
+    for error in poll_status.errors.values():
+        cause = getattr(error, "health_check_failure", error)
+        if not isinstance(cause, RayActorError):
+            kinds.add(crash_kind(f"{type(error).__name__}: {error}"))
+        elif NODE_DIED not in str(cause):
+            kinds.add("its process died")
+    return tuple(sorted(kinds))
 
 
 def dead_ranks(poll_status: Any) -> list[int]:

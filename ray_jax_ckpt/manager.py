@@ -53,8 +53,8 @@ class CheckpointManager(_Callback):
     is not on storage at the end.
 
     What a worker group restores is the newest of what is complete in memory, what the stores have written and what was
-    reported through Ray, each verified, the same for all ranks. If two attempts have restored it and failed before
-    anything newer was complete, the next older one is taken, where there is one; the log says so.
+    reported through Ray, each verified, the same for all ranks. If two attempts have restored it and failed with the
+    same error before anything newer was complete, the next older one is taken, where there is one; the log says so.
 
     Args:
         snapshot: What is kept in memory, and how. None: the defaults of `SnapshotConfig`.
@@ -262,7 +262,7 @@ class CheckpointManager(_Callback):
         if errors and not self._failed:
             self._failed = True
             if self._coordinator is not None:
-                self._coordinator.failed.remote()
+                self._coordinator.failed.remote(_ray_compat.crash_of(worker_group_status))
             self._record("worker_group_failed", errors={rank: text[:500] for rank, text in errors.items()})
 
     def _pass_on(self, worker_group_status: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import pyarrow.fs
@@ -51,7 +51,8 @@ class Chooser:
     """For use in the coordinator's event loop.
 
     Attributes:
-        trials: What became of the attempts. Those of earlier drivers do not count: a new one may have other code.
+        trials: What became of the attempts. Those of earlier drivers do not count: a new one may have other code. Nor
+            do those before this coordinator was killed.
         history: What earlier drivers have left word of.
     """
 
@@ -93,11 +94,11 @@ class Chooser:
         if trial is not None and trial.restored is None:
             self._keep(replace(trial, restored=self._chosen))
 
-    def failed(self) -> None:
-        """The group has failed, by itself unless nodes were to be taken away."""
+    def failed(self, crash: Collection[str]) -> None:
+        """The group has failed, with these kinds of errors, and by itself unless nodes were to be taken away."""
         trial = self._trial()
         if trial is not None and not self._preempted:
-            self._keep(replace(trial, failed=True))
+            self._keep(replace(trial, crash=frozenset(crash)))
 
     def preempted(self) -> None:
         """Nodes of the group are going to be taken away."""
@@ -164,15 +165,16 @@ class Chooser:
             self._stored.require_listed()
         self._ledger.first_attempt = self.history.first_attempt or attempt
 
-    def _avoided(self) -> dict[Generation, tuple[int, ...]]:
+    def _avoided(self) -> dict[Generation, choice.Crashes]:
         avoided = choice.crashing(self.trials)
-        for generation, attempts in avoided.items():
+        for generation, crashes in avoided.items():
             logger.warning(
-                "Attempts %s restored step %d (generation %s) and failed before anything newer was complete: an older "
-                "one is restored, if there is one.",
-                " and ".join(map(str, attempts)),
+                "Attempts %s restored step %d (generation %s) and failed in the same way (%s) before anything newer "
+                "was complete: an older one is restored, if there is one.",
+                " and ".join(map(str, crashes.attempts)),
                 generation.step,
                 generation,
+                crashes.kind,
             )
         return avoided
 

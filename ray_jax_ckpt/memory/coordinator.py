@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -198,10 +199,10 @@ class Coordinator:
         """These ranks' processes are dead. Of snapshots that only they lack, as much as possible is saved."""
         await self._drain.gone(ranks)
 
-    async def failed(self) -> None:
-        """The worker group has failed. What memory holds is worth a copy on storage now."""
+    async def failed(self, crash: Sequence[str] = ()) -> None:
+        """The worker group has failed, with these kinds of errors. What memory holds is worth a copy on storage now."""
         await self.open()
-        self._chooser.failed()
+        self._chooser.failed(crash)
         if self._persister is not None:
             self._persister.failed()
 

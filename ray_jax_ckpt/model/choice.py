@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,8 +15,11 @@ from ray_jax_ckpt.model.books import Books, abandoned
 from ray_jax_ckpt.model.shards import Generation
 
 MAX_CRASHES = 2
-"""So many attempts that restored a generation may fail before the next older one is taken."""
+"""So many attempts that restored a generation may fail in the same way before the next older one is taken."""
 MAX_TRIALS = 32
+MAX_KIND = 200
+
+_NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
 class Tier(StrEnum):
@@ -55,26 +59,45 @@ class Trial:
         attempt: Its number.
         restored: What all its ranks have restored; None if nothing, or not all of them got that far.
         newest: The newest generation that was complete when it ended.
-        failed: Whether its workers failed by themselves: they were neither preempted nor resized, and did not end well.
+        crash: The kinds of errors that its workers failed with by themselves. None if they ended well, were preempted
+            or resized, or went with their nodes.
     """
 
     attempt: int
     restored: Generation | None = None
     newest: Generation | None = None
-    failed: bool = False
+    crash: frozenset[str] = frozenset()
 
     @property
     def fruitless(self) -> bool:
         """Whether it restored something, and failed before anything newer was complete."""
-        return self.failed and self.restored is not None and not self._got_on
+        return bool(self.crash) and self.restored is not None and not self._got_on
 
     @property
     def _got_on(self) -> bool:
         return self.restored is not None and self.newest is not None and self.newest > self.restored
 
 
-def crashing(trials: Iterable[Trial]) -> dict[Generation, tuple[int, ...]]:
-    """Generations that seem to lead to a crash, and the attempts that say so.
+@dataclass(frozen=True)
+class Crashes:
+    """What attempts that restored the same generation have in common.
+
+    Attributes:
+        kind: Of error.
+        attempts: Their numbers.
+    """
+
+    kind: str
+    attempts: tuple[int, ...]
+
+
+def crash_kind(error: str) -> str:
+    """What is the same of an error when it comes again: its first line without numbers, such as addresses and times."""
+    return _NUMBERS.sub("#", error.strip().partition("\n")[0])[:MAX_KIND]
+
+
+def crashing(trials: Iterable[Trial]) -> dict[Generation, Crashes]:
+    """Generations that seem to lead to a crash, the same one each time, and the attempts that say so.
 
     An attempt that got on from one clears it, whatever the others did.
     """
@@ -82,11 +105,16 @@ def crashing(trials: Iterable[Trial]) -> dict[Generation, tuple[int, ...]]:
     for trial in trials:
         if trial.restored is not None:
             by_generation[trial.restored].append(trial)
-    return {
-        generation: tuple(trial.attempt for trial in found if trial.fruitless)
-        for generation, found in by_generation.items()
-        if sum(trial.fruitless for trial in found) >= MAX_CRASHES and not any(trial._got_on for trial in found)
-    }
+    found: dict[Generation, Crashes] = {}
+    for generation, concerned in by_generation.items():
+        if any(trial._got_on for trial in concerned):
+            continue
+        count = Counter(kind for trial in concerned if trial.fruitless for kind in sorted(trial.crash))
+        kind, number = next(iter(count.most_common(1)), ("", 0))
+        if number >= MAX_CRASHES:
+            attempts = (trial.attempt for trial in concerned if trial.fruitless and kind in trial.crash)
+            found[generation] = Crashes(kind, tuple(attempts))
+    return found
 
 
 def rank(generation: Generation, avoided: Collection[Generation]) -> tuple[bool, Generation]:

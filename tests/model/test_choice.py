@@ -13,9 +13,11 @@ from ray_jax_ckpt.model.choice import (
     MAX_CRASHES,
     MAX_TRIALS,
     Announcement,
+    Crashes,
     Resume,
     Tier,
     Trial,
+    crash_kind,
     crashing,
     passed_over,
     rank,
@@ -25,39 +27,48 @@ from ray_jax_ckpt.model.choice import (
 from ray_jax_ckpt.model.placement import host_part_id
 from ray_jax_ckpt.model.shards import Generation
 
+NAN = frozenset(["ValueError: the loss is nan", "its process died"])
+crashes = st.frozensets(st.sampled_from(["a", "b", "c"]), max_size=2)
 generations = st.builds(Generation, st.integers(1, 4), st.integers(0, 1), st.integers(0, 5))
 trials = st.lists(
-    st.builds(Trial, st.integers(1, 9), st.none() | generations, st.none() | generations, st.booleans()), max_size=12
+    st.builds(Trial, st.integers(1, 9), st.none() | generations, st.none() | generations, crashes), max_size=12
 )
 G = Generation(2, 0, 40)
 
 
 def test_two_attempts_that_fail_after_restoring_it_are_enough():
-    first, second = (Trial(n, restored=G, newest=G, failed=True) for n in (3, 4))
+    first, second = (Trial(n, restored=G, newest=G, crash=NAN) for n in (3, 4))
     assert crashing([first]) == {}
-    assert crashing([first, second]) == {G: (3, 4)}
+    assert crashing([first, second]) == {G: Crashes("ValueError: the loss is nan", (3, 4))}
+
+
+def test_an_error_is_the_same_whatever_numbers_are_in_it():
+    first, second = "XlaRuntimeError: peer [10.0.0.1]:7 at 0x1a\nafter 3 s", "XlaRuntimeError: peer [10.0.0.4]:5 at 0xf"
+    assert crash_kind(first) == crash_kind(second) == "XlaRuntimeError: peer [#.#.#.#]:# at #"
+    assert crash_kind(first) != crash_kind("XlaRuntimeError: out of memory")
 
 
 @pytest.mark.parametrize(
     "second",
     [
-        Trial(4, restored=G, newest=G, failed=False),
-        Trial(4, restored=None, newest=G, failed=True),
-        Trial(4, restored=G, newest=Generation(4, 1, 41), failed=True),
-        Trial(4, restored=Generation(1, 0, 30), newest=G, failed=True),
+        Trial(4, restored=G, newest=G),
+        Trial(4, restored=None, newest=G, crash=NAN),
+        Trial(4, restored=G, newest=Generation(4, 1, 41), crash=NAN),
+        Trial(4, restored=Generation(1, 0, 30), newest=G, crash=NAN),
+        Trial(4, restored=G, newest=G, crash=frozenset(["TypeError: something else"])),
     ],
-    ids=["preempted or resized", "not restored by all", "got on", "another one"],
+    ids=["preempted or resized", "not restored by all", "got on", "another one", "another crash"],
 )
 def test_what_says_nothing_of_a_generation_does_not_count(second):
-    assert crashing([Trial(3, restored=G, newest=G, failed=True), second]) == {}
+    assert crashing([Trial(3, restored=G, newest=G, crash=NAN), second]) == {}
 
 
 @given(trials)
 def test_nothing_is_avoided_without_two_failures_or_when_an_attempt_got_on(found):
-    for generation, attempts in crashing(found).items():
+    for generation, crashes in crashing(found).items():
         concerned = [trial for trial in found if trial.restored == generation]
-        assert len(attempts) >= MAX_CRASHES
-        assert sum(trial.failed for trial in concerned) >= MAX_CRASHES
+        assert len(crashes.attempts) >= MAX_CRASHES
+        assert sum(crashes.kind in trial.crash for trial in concerned) >= MAX_CRASHES
         assert all(trial.newest is None or trial.newest <= generation for trial in concerned)
 
 

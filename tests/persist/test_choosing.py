@@ -54,7 +54,7 @@ def end_driver(run, *, stores: bool) -> None:
 def crash(run) -> None:
     """All ranks restore, and the group fails."""
     restore_all(run)
-    ray.get(run.coordinator.failed.remote(), timeout=30)
+    ray.get(run.coordinator.failed.remote(["ValueError: nan"]), timeout=30)
     run.begin(copies=2)
 
 
@@ -90,7 +90,7 @@ def test_what_two_attempts_have_crashed_with_is_passed_over_for_the_next_older_o
     crash(run)
     assert decided(run).located.generation.step == 12
     # An attempt whose ranks did not get as far as to restore says nothing of it.
-    ray.get(run.coordinator.failed.remote(), timeout=30)
+    ray.get(run.coordinator.failed.remote(["ValueError: nan"]), timeout=30)
     run.begin(copies=2)
     assert decided(run).located.generation.step == 12
     crash(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 
 import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError  # noqa: TID251
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus  # noqa: TID251
@@ -36,3 +37,16 @@ def test_jax_waits_for_silent_peers_beyond_the_grace_of_a_preemption(grace_s, ex
     group = types.SimpleNamespace(_train_run_context=context)
     assert _backend._heartbeat_timeout_s(group, JaxConfig()) == expected
     assert _backend._heartbeat_timeout_s(types.SimpleNamespace(), JaxConfig(heartbeat_timeout_s=60)) == 60
+
+
+def test_what_a_group_crashed_with_is_told_but_not_of_ranks_that_went_with_their_node():
+    def died(said):
+        context = ActorDiedErrorContext(error_message=said, actor_id=bytes(16))
+        return WorkerHealthCheckFailedError("gone", failure=ActorDiedError(context))
+
+    # As Ray 2.60's GCS words them.
+    node = died("The actor died because its node has died. Node Id: 12")
+    process = died("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR")
+    assert _ray_compat.crash_of(poll(error=node)) == ()
+    assert _ray_compat.crash_of(poll(error=process)) == ("its process died",)
+    assert _ray_compat.crash_of(poll(error=ValueError("loss 3.5 is nan\nat"))) == ("ValueError: loss #.# is nan",)
