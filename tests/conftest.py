@@ -21,28 +21,22 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-# A busy test process must not starve the workers of the other one's cluster (Ray gives them 15).
-os.environ.setdefault("RAY_worker_niceness", "0")
-
-# Directories whose tests use Ray clusters. Those of the second part start few processes.
-_LANES = {
-    **dict.fromkeys(("faults", "integration", "memory", "persist"), "clusters"),
-    **dict.fromkeys(("cases", "trainer", "worker"), "small clusters"),
-}
+# Directories whose tests use Ray clusters.
+_CLUSTERS = ("cases", "faults", "integration", "memory", "persist", "trainer", "worker")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several test processes (`-n`): one of them has nearly all tests with Ray clusters.
+    """With several test processes (`-n`): one of them has all tests with Ray clusters, which wait more than they work.
 
-    Two such at a time slow each other down beyond what their tests wait for, on two cores. The rest goes file by file
-    to whoever has time. (`--dist loadgroup` would be the way, but xdist 3.8 loses its groups with pytest 9.2.)
+    Two clusters at a time would slow each other down beyond what their tests wait for. The other processes take the
+    rest file by file. (`--dist loadgroup` would be the way, but xdist 3.8 loses its groups with pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return _LANES.get(path.split("/")[1], path)
+            return "clusters" if path.split("/")[1] in _CLUSTERS else path
 
     return Lanes(config, log)
