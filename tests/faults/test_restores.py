@@ -18,8 +18,10 @@ def start_elsewhere(crew, nodes) -> int:
     return step
 
 
-@pytest.mark.parametrize("occurrence", [1, 2])
-@pytest.mark.parametrize("action", ["kill", "raise", "drop", "truncate", "corrupt"])
+@pytest.mark.parametrize(
+    ("action", "occurrence"),
+    [("kill", 1), ("kill", 2), ("raise", 2), ("drop", 1), ("truncate", 1), ("corrupt", 2)],
+)
 def test_a_store_that_fails_while_it_serves_is_replaced_by_the_next_holder(crew, nodes, plan, action, occurrence):
     step = start_elsewhere(crew, nodes)
     assert crew.begin(fresh=[1]) == step
