@@ -155,7 +155,9 @@ def no_bytes(part: str, offset: int, num_bytes: int) -> np.ndarray:
 def write_files(
     target: Target, files: Sequence[PlannedFile], read: Read, effort: Effort = Effort()
 ) -> dict[str, FileRecord]:
-    """Writes files below `target.base`, our own first, then the largest. Blocks; the work is done in threads.
+    """Writes files below `target.base`: one of our own, and when that is there the others, the largest first.
+
+    Blocks; the work is done in threads.
 
     Returns:
         Size and digest of each, by path.
@@ -167,8 +169,12 @@ def write_files(
     if any(file.in_database for file in files):
         raise ValueError("entries of a database are no files")
     job = _Job(target, read, effort)
-    # By what is ours, `Target.prepare` knows a directory that we have begun.
-    return job.run(sorted(files, key=lambda file: (not file.path.startswith(FOLDER), -file.size)))
+    # Who finds the directory of a writer that was killed must not take it for another program's, which has no manifest:
+    # one file of ours is there before anything else.
+    ours = min((file for file in files if file.path.startswith(FOLDER)), key=lambda file: file.size, default=None)
+    records = {} if ours is None else job.run([ours])
+    rest = [file for file in files if file is not ours]
+    return records | job.run(sorted(rest, key=lambda file: -file.size)) if rest else records
 
 
 class _Job:

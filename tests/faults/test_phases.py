@@ -68,8 +68,8 @@ def test_a_store_killed_during_a_snapshot_does_not_stop_the_training(crew, plan,
     crew.snapshot(step)
     assert armed.wait().pid == store
     assert crew.latest() >= safe
-    later = crew.steps()
-    crew.protect(later)
+    # A snapshot may find no buffer while the new store starts, which can take long on a busy machine.
+    later = crew.recover()
     assert crew.begin() == later
     finish(crew, later)
 
