@@ -81,7 +81,7 @@ class StateFile:
     def __init__(self, filesystem: pyarrow.fs.FileSystem, run_path: str, *, yields: bool = False) -> None:
         self.filesystem, self.run_path = filesystem, run_path.rstrip("/") or run_path
         self._yields, self._tidied = yields, False
-        # As it was read, and as it was written last: that may have come through although it seemed to have failed.
+        # As it was read or found, and as it was to be written last: that may or may not have come through if it failed.
         self._known: tuple[bytes | None, bytes | None] = None, None
 
     def load(self) -> Loaded:
@@ -125,7 +125,7 @@ class StateFile:
         if current is not None:
             self._put_by(current, state)
         raw = state.to_bytes()
-        self._known = self._known[0], raw
+        self._known = current, raw
         write_whole(self.filesystem, join(self.run_path, STATE), raw)
 
     def _read_one_of(self, problems: list[str]) -> tuple[State, Literal["state", "previous", "rebuilt"]]:

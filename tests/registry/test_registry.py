@@ -26,6 +26,7 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 import ray_jax_ckpt as rjc
 from ray_jax_ckpt.errors import NotSupportedError, StateError
+from ray_jax_ckpt.storage import saver, state
 from ray_jax_ckpt.storage.state import STATE, Driver, State, StateFile
 
 BEST = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score", checkpoint_score_order="max")
@@ -108,6 +109,30 @@ def test_what_somebody_else_writes_meanwhile_stays(context: StorageContext, resu
     assert "of a run that goes on (process 7 on here)" in caplog.text
     # What is not known to be forgotten is not removed.
     assert on_disk(context) == {"checkpoint_001", "checkpoint_002"}
+
+
+@pytest.mark.parametrize("comes_through", [False, True])
+def test_a_write_that_failed_is_nobody_else_s(context: StorageContext, result_of: MAKE, monkeypatch, comes_through):
+    written, failures = state.write_whole, []
+    monkeypatch.setattr(saver, "FIRST_PAUSE_S", 0.01)
+
+    def write_whole(filesystem: Any, path: str, raw: bytes) -> None:
+        fails = path.endswith(STATE) and len(failures) < 2
+        if not fails or comes_through:
+            written(filesystem, path, raw)
+        if fails:
+            failures.append(path)
+            raise OSError("no space left")
+
+    registry = rjc.Registry(BEST, context)
+    registry.register_checkpoint(result_of(1))
+    assert registry.flush() == ""
+    monkeypatch.setattr(state, "write_whole", write_whole)
+    registry.register_checkpoint(result_of(2))
+    assert registry.flush() == ""
+    assert len(failures) == 2
+    assert seen(reloaded(registry)) == seen(registry)
+    assert on_disk(context) == {"checkpoint_002"}
 
 
 def test_a_driver_that_is_listed_is_not_impersonated(context: StorageContext, result_of: MAKE):
